@@ -23,7 +23,10 @@ def model_of(num_layers, **moe):
 
 
 def shapes_of(model):
-    return tuple((x.num_experts, x.num_blocks) for x in segment_shapes(model))
+    return tuple(
+        (tuple(layer.num_experts for layer in shape.layers), shape.num_blocks)
+        for shape in segment_shapes(model)
+    )
 
 
 def test_layers_that_have_experts_and_the_segments_of_them():

@@ -34,8 +34,7 @@ class Block(nnx.Module):
             2), `both` the two (Gemma 2), `stream` the sum (BERT). Except under
             `stream`, matrices that write to the stream are initialised smaller, by the
             square root of the number of such matrices, as in GPT-2.
-        num_experts: Number of experts in place of the feed-forward; 0 for none.
-        slides: Whether a token sees only `config.window_size` keys.
+        layer: Kind of the layer among the layers of the model.
         matmul_dtype: Dtype of the operands of projections and feed-forward.
     """
 
@@ -45,8 +44,7 @@ class Block(nnx.Module):
         *,
         causal: bool,
         norm_position: Literal["input", "output", "both", "stream"],
-        num_experts: int = 0,
-        slides: bool = False,
+        layer: mixture.Layer,
         matmul_dtype: layers.MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
@@ -55,7 +53,7 @@ class Block(nnx.Module):
         self.norm_position = norm_position
         # A window of 0 bounds nothing.
         self.bounds = attention.Bounds(
-            config.window_size if slides else 0, config.attention_soft_cap
+            config.window_size if layer.slides else 0, config.attention_soft_cap
         )
         self.sparse = sparse.sparse_of(config)
         self.implementation: attention.Implementation = config.attention_kernel
@@ -71,8 +69,10 @@ class Block(nnx.Module):
         has_both = norm_position == "both"
         self.attention_output_norm = layers.Norm(config) if has_both else None
         self.mlp_output_norm = layers.Norm(config) if has_both else None
-        if config.moe and num_experts:
-            self.mlp = MixtureOfExperts(config, config.moe, num_experts, **options)
+        if config.moe and layer.num_experts:
+            self.mlp = MixtureOfExperts(
+                config, config.moe, layer.num_experts, **options
+            )
         elif config.mlp_tiles > 1:
             self.mlp = TiledFeedForward(config, **options)
         else:
@@ -304,7 +304,7 @@ def segments_of(blocks: "Block | BlockGroup | Segments") -> dict[str, Any]:
 
 
 def make_segments(
-    make_block: Callable[[nnx.Rngs, int, bool], Block],
+    make_block: Callable[[nnx.Rngs, mixture.Layer], Block],
     config: schema.Model,
     *,
     rngs: nnx.Rngs,
@@ -314,8 +314,7 @@ def make_segments(
 
     def make_stacked(shape: mixture.SegmentShape) -> Block | BlockGroup:
         def make(rngs: nnx.Rngs) -> Block | BlockGroup:
-            kinds = zip(shape.num_experts, shape.slides, strict=True)
-            blocks = [make_block(rngs, *kind) for kind in kinds]
+            blocks = [make_block(rngs, layer) for layer in shape.layers]
             # A group of one would add `layer0` to all paths of parameters.
             return blocks[0] if len(blocks) == 1 else BlockGroup(blocks)
 

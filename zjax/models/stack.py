@@ -29,7 +29,7 @@ from zjax.moe.balance import move_bias
 from zjax.ops import remat
 from zjax.parallel import sequence
 from zjax.settings import schema
-from zjax.settings.mixture import segment_shapes
+from zjax.settings.mixture import Layer, segment_shapes
 from zjax.stack.forward import Execution, run_stack
 from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
 
@@ -56,11 +56,10 @@ class Decoder(nnx.Module):
         only_block: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
-        def make_block(rngs: nnx.Rngs, num_experts: int, slides: bool) -> Block:
+        def make_block(rngs: nnx.Rngs, layer: Layer) -> Block:
             return Block(
                 config,
-                num_experts=num_experts,
-                slides=slides,
+                layer=layer,
                 causal=True,
                 norm_position=config.norm_position,
                 matmul_dtype=matmul_dtype,
@@ -115,10 +114,10 @@ class Encoder(nnx.Module):
         only_block: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
-        def make_block(rngs: nnx.Rngs, num_experts: int, slides: bool) -> Block:
+        def make_block(rngs: nnx.Rngs, layer: Layer) -> Block:
             return Block(
                 config,
-                num_experts=num_experts,
+                layer=layer,
                 causal=False,
                 norm_position="stream",
                 matmul_dtype=matmul_dtype,

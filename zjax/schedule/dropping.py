@@ -156,7 +156,7 @@ def num_middle_layers(config: schema.Config, num_devices: int) -> int:
     chunk.
     """
     shapes = mixture.segment_shapes(config.model)
-    blocks = [len(x.num_experts) for x in shapes for _ in range(x.num_blocks)]
+    blocks = [len(x.layers) for x in shapes for _ in range(x.num_blocks)]
     # Chunks have equal numbers of slots: the last chunk may have empty slots.
     num_slots = -(-len(blocks) // _num_chunks(config, num_devices))
     whole = {0, (len(blocks) - 1) % num_slots}

@@ -15,17 +15,20 @@ from zjax.settings.parameters import FROZEN, label_of
 MAX_EXPERTS = 2**16
 
 
+class Layer(NamedTuple):
+    """Kind of a layer."""
+
+    num_experts: int = 0
+    """Number of experts in place of the feed-forward; 0 for a dense layer."""
+    slides: bool = False
+    """Whether a token sees only the keys of the sliding window."""
+
+
 class SegmentShape(NamedTuple):
-    """Shape of a segment: equal blocks that follow one another.
+    """Shape of a segment: equal blocks of layers that follow one another."""
 
-    Args:
-        num_experts: Number of experts of each layer of a block; 0 for a dense layer.
-        slides: Whether each layer of a block uses the sliding window.
-    """
-
-    num_experts: tuple[int, ...]
+    layers: tuple[Layer, ...]
     num_blocks: int
-    slides: tuple[bool, ...]
 
 
 def experts_by_layer(model: schema.Model) -> tuple[int, ...]:
@@ -58,19 +61,14 @@ def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
     layers, the last with full attention. Layers before the first and after the last
     such block are blocks of one layer.
     """
-    layers = [*zip(experts_by_layer(model), sliding_layers(model), strict=True)]
+    kinds = zip(experts_by_layer(model), sliding_layers(model), strict=True)
+    layers = [Layer(*kind) for kind in kinds]
     size, first = period_of_layers(model), model.moe.first_dense if model.moe else 0
     end = first + (model.num_layers - first) // size * size
     blocks = [layers[i : i + size] for i in range(first, end, size)]
     before, behind = [[x] for x in layers[:first]], [[x] for x in layers[end:]]
     runs = itertools.groupby([*before, *blocks, *behind])
-    return tuple(_shape_of(block, len([*run])) for block, run in runs)
-
-
-def _shape_of(block: list[tuple[int, bool]], num_blocks: int) -> SegmentShape:
-    """Shape of a segment of equal blocks."""
-    experts, slides = zip(*block, strict=True)
-    return SegmentShape(experts, num_blocks, slides)
+    return tuple(SegmentShape(tuple(block), len([*run])) for block, run in runs)
 
 
 def num_blocks(model: schema.Model) -> int:
@@ -264,9 +262,9 @@ def bias_paths(model: schema.Model) -> list[str]:
     shapes, paths = segment_shapes(model), list[str]()
     for number, shape in enumerate(shapes):
         segment = f"segment{number}/" if len(shapes) > 1 else ""
-        for place, num_experts in enumerate(shape.num_experts):
-            layer = f"layer{place}/" if len(shape.num_experts) > 1 else ""
-            if num_experts:
+        for place, kind in enumerate(shape.layers):
+            layer = f"layer{place}/" if len(shape.layers) > 1 else ""
+            if kind.num_experts:
                 paths.append(f"blocks/{segment}{layer}mlp/router/bias")
     return paths
 

@@ -352,7 +352,7 @@ def _layer_numbers(model: schema.Model) -> dict[tuple[int, int], range]:
     """
     numbers, first = {}, 0
     for segment, shape in enumerate(segment_shapes(model)):
-        size, num_blocks = len(shape.num_experts), shape.num_blocks
+        size, num_blocks = len(shape.layers), shape.num_blocks
         for layer in range(size):
             start = first + layer
             numbers[segment, layer] = range(start, start + size * num_blocks, size)

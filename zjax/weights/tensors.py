@@ -250,8 +250,8 @@ def _places(model: schema.Model) -> Iterator[tuple[str, int]]:
         # Segments and layers of a block have names only where there are several.
         name = f"blocks.segment{segment}." if shapes[1:] else "blocks."
         for block in range(shape.num_blocks):
-            for layer in range(len(shape.slides)):
-                yield f"{name}layer{layer}." if shape.slides[1:] else name, block
+            for layer in range(len(shape.layers)):
+                yield f"{name}layer{layer}." if shape.layers[1:] else name, block
 
 
 def from_tensors(source: Source, layouts: Mapping[str, Layout]) -> Source:
