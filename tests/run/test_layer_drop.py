@@ -17,7 +17,6 @@ from zjax.run.build import make_run
 from zjax.sharding import plan
 from zjax.stack.dropping import BlockInput, Tally, make_inputs, run_block
 from zjax.stack.forward import Execution, combine, run_stack
-from zjax.train.stages import mean_of_sums
 from zjax.typing import Auxiliary, Dropping, Segment, Stack
 
 SETTINGS = "model.num_layers=3", "layer_drop.theta=0.5", "layer_drop.gamma=0.3"
@@ -29,8 +28,8 @@ def block(params, x, context, given):
 
 
 def inputs(key, theta):
-    keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.arange(4))
-    return make_inputs(keys, Dropping(theta=jnp.float32(theta)))
+    keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.arange(1, 5))
+    return make_inputs(keys, Dropping(theta=jnp.float32(theta)), range(4), None)
 
 
 def test_blocks_are_kept_by_their_depth():
@@ -122,13 +121,12 @@ def test_metrics_are_means_over_the_blocks_that_ran():
     tally = Tally(jnp.float32(0), jnp.float32(0))
     none = Auxiliary()._replace(metrics={"number": tally})
     assert combine([none, none]).metrics["number"] == 0
-    halves = mean_of_sums([combine_sums(auxiliaries)], [4])
+    halves = combine([combine_sums(auxiliaries)], [4])
     assert halves.metrics["number"] == pytest.approx(float(found))
 
 
 def ran(key):
-    keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.arange(1, 5))
-    return np.asarray(make_inputs(keys, Dropping(theta=jnp.float32(0.5))).is_kept)
+    return np.asarray(inputs(key, 0.5).is_kept)
 
 
 def combine_sums(auxiliaries):

@@ -152,7 +152,7 @@ class BlockwiseBackward:
         embed, _, head = self.stack.split(params)
         stored = self.units.stored(params)
         self.saved.prefetch(())  # drops what a failed pass left
-        route = Route(programs, len(self.units.blocks), key, dropping)
+        route = Route(programs, key, dropping)
         forward = [
             ("forward", x.number) for x in self.units.units if route.runs(x.block)
         ]
@@ -329,7 +329,7 @@ class BlockwiseBackward:
             part = self.programs.split_batch(batch, number)
             names = [("forward", i) for i in range(len(stored))]
             self.units.stream.prefetch(self.units.loads(stored, names))
-            route = Route(self.programs, len(self.units.blocks), None, NOTHING_DROPPED)
+            route = Route(self.programs, None, NOTHING_DROPPED)
             carry, auxiliaries = self.forward(embed, stored, part, None, route)
             losses.append(self.programs.head_loss(head, carry, part, auxiliaries))
         loss = self.sums.mean_loss(losses)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
 from zjax.offload.compiled import Jit
-from zjax.offload.units import gathered, rows_by_part, trunk_of
+from zjax.offload.units import gathered, rows_by_part
 from zjax.ops.keys import block_key
 from zjax.ops.remat import residuals_of, vjp_with
 from zjax.ops.tokens import on_subset, take_tokens
@@ -24,10 +24,9 @@ from zjax.sharding.roles import joined, trained
 from zjax.stack.dropping import (
     BlockInput,
     block_on_tokens,
-    draw_tokens,
-    drops_tokens,
+    draw_span,
+    make_input,
     make_inputs,
-    over_probability,
     run_block,
 )
 from zjax.stack.forward import combine, loss_of_sums, stack_totals
@@ -51,15 +50,13 @@ class BlockInputs(NamedTuple):
         context: Context from the embedding, without a gradient.
         key: Random key of the microbatch; None in evaluation.
         number: Index of the block in the stack.
-        dropping: Settings of the tokens that the block leaves out.
-        probability: float32[], probability that the block runs; None if it always runs.
+        dropping: What the block drops alone, as `of_block` returns it.
     """
 
     context: Any
     key: Any
     number: Any
     dropping: Dropping = NOTHING_DROPPED
-    probability: Any = None
 
     @property
     def unit_key(self) -> jax.Array | None:
@@ -86,6 +83,7 @@ class BlockPrograms:
         assert model.stack is not None
         self.model, self.stack = model, model.stack
         self.plan = staged_plan(plan)
+        self.num_blocks = sum(segment.num_blocks for segment in self.stack.segments)
         self.num_microbatches, self.policy = num_microbatches, policy
         self.grad_rows = pending_gradients(self.plan, num_microbatches)
         self._rows = rows_by_part(self.stack, self.plan.compute)
@@ -113,10 +111,10 @@ class BlockPrograms:
         self.tile_backward = jit_unit(self._tile_backward, donate_argnums=5)
         self.embed_backward = jit(self._embed_backward)
         self.zeros_like = jit(self._zeros_like)
-        self.draw_layers = jit(self._draw_layers, static_argnums=0)
+        self.draw_layers = jit(self._draw_layers)
         self.no_gradients = jit_unit(self._no_gradients)
         self.no_results = jit_unit(self._no_results)
-        self.span = jit(self._span, static_argnums=0)
+        self.span = jit(self._span)
         self.take = jit(self._take)
         self.replace = jit(self._replace)
 
@@ -139,8 +137,8 @@ class BlockPrograms:
     ) -> Any:
         """Returns stream and tiles' input after a block or trunk; auxiliary results."""
         params = self._gathered((segment, False), params)
-        run = self._trunk_of(segment, inputs, inputs.unit_key)
-        stream, auxiliary = run(params, carry)
+        given = self._drawn(inputs, carry)
+        stream, auxiliary = self._trunk(segment, params, carry, inputs.context, given)
         # The last result tells when the program has ended, after the stream was
         # donated.
         return self._constrained(stream), auxiliary, jnp.float32(0)
@@ -166,11 +164,10 @@ class BlockPrograms:
         loss.
         """
         params = self._gathered((segment, False), params)
-        unit_key = inputs.unit_key
-        run_trunk = self._trunk_of(segment, inputs, unit_key)
+        context, given = inputs.context, self._drawn(inputs, carry)
 
         def run(params: Params, carry: Any) -> Any:
-            stream, auxiliary = run_trunk(params, carry)
+            stream, auxiliary = self._trunk(segment, params, carry, context, given)
             return (stream, auxiliary.loss), auxiliary._replace(loss=None)
 
         if self.policy:
@@ -179,7 +176,7 @@ class BlockPrograms:
             run = jax.checkpoint(run, policy=self.policy, prevent_cse=False)
         run, learned = self._of_learned((segment, False), run, params)
         results = jax.vjp(run, learned, carry, has_aux=True)
-        return *results, (params, inputs.context, unit_key, inputs.probability)
+        return *results, (params, context, given)
 
     def _tile(
         self,
@@ -318,14 +315,11 @@ class BlockPrograms:
             for keys, grad in jax.tree_util.tree_leaves_with_path(stored)
         ]
 
-    def _draw_layers(
-        self, num_blocks: int, key: jax.Array, theta: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Draws whether each block runs, and returns the probability that it runs."""
-        keys = jax.vmap(lambda i: block_key(key, i))(jnp.arange(1, num_blocks + 1))
-        given = make_inputs(keys, Dropping(theta=theta))
-        assert given.is_kept is not None and given.probability is not None
-        return given.is_kept, given.probability
+    def _draw_layers(self, key: jax.Array, theta: jax.Array) -> jax.Array | None:
+        """Draws whether each block runs, bool[blocks]."""
+        numbers, dropping = range(self.num_blocks), Dropping(theta=theta)
+        keys = jax.vmap(lambda i: block_key(key, i))(jnp.arange(len(numbers)) + 1)
+        return make_inputs(keys, dropping, numbers, None).is_kept
 
     def _no_gradients(self, segment: int, params: Params) -> list[jax.Array]:
         """Returns zero gradients of a block that does not run."""
@@ -341,15 +335,10 @@ class BlockPrograms:
         _, auxiliary, _ = jax.eval_shape(run, params, carry, inputs)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), auxiliary)
 
-    def _span(
-        self, num_kept: int, carry: Any, context: Any, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        """Draws the tokens of all inner blocks, and takes their part of the context."""
+    def _span(self, dropping: Dropping, key: Any, carry: Any, context: Any) -> Any:
+        """Draws the tokens of the span, and selects the span's part of the context."""
         # The key of the second block, as in a run without offload.
-        second = block_key(key, 2)
-        assert self.stack.take_tokens is not None and second is not None
-        (indices,) = draw_tokens(second[None], carry, num_kept)
-        return indices, self.stack.take_tokens(context, indices)
+        return draw_span(self.stack, dropping, block_key(key, 2), carry, context)
 
     def _take(self, stream: Any, indices: jax.Array) -> Any:
         """Selects the tokens `indices` of a stream."""
@@ -365,31 +354,23 @@ class BlockPrograms:
     def _zeros_like(self, entering: Any) -> Any:
         return self._constrained(jax.tree.map(jnp.zeros_like, entering))
 
-    def _trunk_of(
-        self, segment: int, inputs: BlockInputs, unit_key: jax.Array | None
-    ) -> Callable[..., Any]:
-        """Returns `run(params, carry)` of a block or trunk, for given inputs."""
-        of_segment, context = self.stack.segments[segment], inputs.context
-        trunk, block = trunk_of(of_segment), block_on_tokens(self.stack, of_segment)
+    def _drawn(self, inputs: BlockInputs, carry: Any) -> BlockInput:
+        """Draws the tokens of a block that the host has drawn to run."""
+        key, number, dropping = inputs.unit_key, inputs.number, inputs.dropping
+        given = make_input(key, number, self.num_blocks, dropping, carry)
+        return given._replace(is_kept=None)
 
-        def run(params: Params, carry: Any) -> Any:
-            entered = carry
-            if not drops_tokens(inputs.dropping, carry, unit_key):
-                (carry, entering), auxiliary = trunk(params, carry, context, unit_key)
-            else:
-                assert unit_key is not None
-                num_kept, entering = inputs.dropping.num_kept, ()
-                (indices,) = draw_tokens(unit_key[None], carry, num_kept)
-                given = BlockInput(unit_key, indices)
-                carry, auxiliary = run_block(block, params, carry, context, given)
-            if inputs.probability is not None:
-                results = carry, auxiliary
-                carry, auxiliary = over_probability(
-                    entered, results, inputs.probability
-                )
-            return (carry, entering), auxiliary
-
-        return run
+    def _trunk(
+        self, segment: int, params: Params, carry: Any, context: Any, given: BlockInput
+    ) -> Any:
+        """Runs a block or trunk; returns stream and tiles' input, and other results."""
+        of_segment = self.stack.segments[segment]
+        if of_segment.tiles is not None:
+            # Models with tiles drop nothing.
+            return of_segment.tiles.trunk(params, carry, context, given.key)
+        block = block_on_tokens(self.stack, of_segment)
+        carry, auxiliary = run_block(block, params, carry, context, given)
+        return (carry, ()), auxiliary
 
     def _tile_of(self, segment: int) -> Callable[..., Any]:
         tiles = self.stack.segments[segment].tiles

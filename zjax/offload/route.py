@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from zjax.offload.programs import BlockInputs, BlockPrograms
-from zjax.stack.dropping import drops_tokens
-from zjax.typing import NOTHING_DROPPED, Dropping
+from zjax.stack.dropping import inner_blocks, of_block
+from zjax.typing import Dropping
 
 
 class Route:
@@ -18,29 +18,21 @@ class Route:
 
     Args:
         programs: Programs of the model.
-        num_blocks: Number of blocks of the model.
         key: Random key of the microbatch; None in evaluation.
         dropping: Settings of layers and tokens that the step drops.
     """
 
     def __init__(
-        self,
-        programs: BlockPrograms,
-        num_blocks: int,
-        key: jax.Array | None,
-        dropping: Dropping,
+        self, programs: BlockPrograms, key: jax.Array | None, dropping: Dropping
     ):
-        self._programs, self._num_blocks = programs, num_blocks
+        self._programs = programs
         self._key, self._dropping = key, dropping
-        self._context: Any = None
-        self._span_context: Any = None
-        self._indices: jax.Array | None = None
-        self._others: Any = None
+        self._context = self._span_context = self._indices = self._others = None
+        self._inner = inner_blocks(programs.num_blocks, dropping, key)
         self.first = self.last = -1
-        self._are_kept = self._probabilities = None
+        self._are_kept = None
         if key is not None and dropping.theta is not None:
-            drawn = programs.draw_layers(num_blocks, key, dropping.theta)
-            self._are_kept, self._probabilities = map(np.asarray, drawn)
+            self._are_kept = np.asarray(programs.draw_layers(key, dropping.theta))
 
     def runs(self, block: int) -> bool:
         """Whether a block runs."""
@@ -48,31 +40,20 @@ class Route:
 
     def start(self, carry: Any, context: Any) -> None:
         """Draws the tokens of a span, from the stream that enters the first block."""
-        self._context, dropping = context, self._dropping
-        # Blocks of a span run on tokens that are selected already.
-        self._dropping = NOTHING_DROPPED
-        # The first and the last block run on all tokens: fewer than 3 blocks drop
-        # nothing.
-        if self._num_blocks < 3 or not drops_tokens(dropping, carry, self._key):
-            return
-        if not dropping.once:
-            self._dropping = Dropping(dropping.num_kept)
-        else:
+        self._context, inner = context, self._inner
+        if self._dropping.once and inner:
             self._indices, self._span_context = self._programs.span(
-                dropping.num_kept, carry, context, self._key
+                self._dropping, self._key, carry, context
             )
-            self.first, self.last = 1, self._num_blocks - 2
+            if self._indices is not None:
+                self.first, self.last = inner[0], inner[-1]
 
     def inputs_of(self, block: int) -> BlockInputs:
         """Returns a block's inputs; the first and the last block run on all tokens."""
-        is_inner = 0 < block < self._num_blocks - 1
-        return BlockInputs(
-            self._span_context if self.first <= block <= self.last else self._context,
-            self._key,
-            block,
-            self._dropping if is_inner else NOTHING_DROPPED,
-            None if self._probabilities is None else self._probabilities[block],
-        )
+        in_span = self.first <= block <= self.last
+        context = self._span_context if in_span else self._context
+        dropping = of_block(self._dropping, block in self._inner)
+        return BlockInputs(context, self._key, block, dropping)
 
     def narrow(self, stream: Any) -> Any:
         """Selects the tokens of the span; keeps all tokens for `widen`."""

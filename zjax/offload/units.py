@@ -6,7 +6,7 @@ block.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,18 +85,6 @@ def rows_by_part(stack: Stack, rows: Any) -> dict[Any, Any]:
 def gathered(params: Params, rows: Any) -> Params:
     """Unpads stored parameters and gathers over the ZeRO axes."""
     return use_tree(unpad_tree(params, rows), rows)
-
-
-def trunk_of(segment: Segment) -> Callable[..., Any]:
-    """Returns the function of the first unit of a block, called like `Tiles.trunk`."""
-    if segment.tiles is not None:
-        return segment.tiles.trunk
-
-    def trunk(params: Params, carry: Any, context: Any, key: jax.Array | None) -> Any:
-        carry, auxiliary = segment.block(params, carry, context, key)
-        return (carry, ()), auxiliary
-
-    return trunk
 
 
 def groups_of(stack: Stack, params: Params) -> list[int]:

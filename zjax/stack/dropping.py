@@ -1,11 +1,12 @@
 """Random token dropping and progressive layer dropping in the blocks of a stack."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zjax.ops.keys import fold_name
 from zjax.ops.remat import residuals_of, vjp_with
@@ -35,47 +36,102 @@ class BlockInput(NamedTuple):
     """float32[], probability that the block runs, above 0."""
 
 
-def make_inputs(keys: jax.Array | None, dropping: Dropping) -> BlockInput:
-    """Makes the inputs of all N blocks, which run on all tokens; keys are [N] or None.
+def inner_blocks(num_blocks: int, dropping: Dropping, key: Any) -> range:
+    """Returns the numbers of the blocks that run on some tokens, if a step drops any.
 
-    `draw_tokens` then sets the indices of blocks that run on a subset.
+    The first and the last block of a model always see all tokens.
+    """
+    drops_tokens = key is not None and dropping.num_kept
+    return range(1, num_blocks - 1) if drops_tokens else range(0)
+
+
+def of_block(dropping: Dropping, is_inner: bool) -> Dropping:
+    """Returns what a block draws alone: no tokens in a span or in an outer block."""
+    draws_tokens = is_inner and not dropping.once
+    return dropping if draws_tokens else Dropping(theta=dropping.theta)
+
+
+def make_input(
+    key: jax.Array | None, number: Any, num_blocks: int, dropping: Dropping, carry: Any
+) -> BlockInput:
+    """Draws the tokens and the layer of block `number`, from 0, of `num_blocks` blocks.
+
+    `dropping` is a result of `of_block`; `carry` gives the shapes.
 
     Reference:
         Zhang and He, Progressive Layer Dropping (arXiv:2010.13369), section 4.2.
     """
-    if keys is None or dropping.theta is None:
-        return BlockInput(keys)
-    depths = jnp.arange(1, len(keys) + 1) / len(keys)
-    draw = functools.partial(make_input, theta=dropping.theta)
-    return jax.vmap(draw)(keys, depths)
-
-
-def make_input(key: jax.Array, depth: Any, theta: Any) -> BlockInput:
-    """Makes the input of a block at `depth`, a fraction of the N blocks above 0 to 1.
-
-    `theta` is the probability that the last block runs.
-    """
+    indices, theta = draw_tokens(dropping, key, carry), dropping.theta
+    if key is None or theta is None:
+        return BlockInput(key, indices)
+    # Slots of a pipeline that have no block give any number.
+    depth = (jnp.clip(number, 0, num_blocks - 1) + 1) / num_blocks
     probability = 1 - depth * (1 - theta)
     # A separate key: the block draws dropout from `key`.
     is_kept = jax.random.bernoulli(fold_name(key, "layer"), probability)
-    return BlockInput(key, None, is_kept, probability)
+    return BlockInput(key, indices, is_kept, probability)
 
 
-def drops_tokens(dropping: Dropping, carry: Any, key: jax.Array | None) -> bool:
-    """Whether blocks between the first and the last run on a subset of the tokens."""
+def make_inputs(
+    keys: jax.Array | None, dropping: Dropping, numbers: range, carry: Any
+) -> BlockInput:
+    """Makes the inputs of adjacent blocks by `make_input`, from keys of all blocks."""
+    if keys is None:
+        return BlockInput(None)
+
+    def make(key: jax.Array, number: Any) -> BlockInput:
+        return make_input(key, number, len(keys), dropping, carry)
+
+    return jax.vmap(make)(keys[numbers.start : numbers.stop], np.array(numbers))
+
+
+def draw_tokens(dropping: Dropping, key: Any, carry: Any) -> jax.Array | None:
+    """Draws tokens of each row of a carry, int32[B, `num_kept`]; None for all."""
     if key is None or not dropping.num_kept:
-        return False
-    return dropping.num_kept < jax.tree.leaves(carry)[0].shape[1]
-
-
-def draw_tokens(keys: jax.Array, carry: Any, num_kept: int) -> jax.Array:
-    """Draws the tokens of N blocks from N keys, int32[N, B, `num_kept`]."""
+        return None
     num_rows, length, *_ = jax.tree.leaves(carry)[0].shape
+    if dropping.num_kept >= length:
+        return None
+    num_kept = dropping.num_kept
+    return draw_subset(key, num_rows=num_rows, length=length, num_kept=num_kept)
 
-    def draw(key: jax.Array) -> jax.Array:
-        return draw_subset(key, num_rows=num_rows, length=length, num_kept=num_kept)
 
-    return jax.vmap(draw)(keys)
+def draw_span(
+    stack: Stack, dropping: Dropping, key: Any, carry: Any, context: Any
+) -> tuple[jax.Array | None, Any]:
+    """Draws the tokens of all inner blocks, and selects what these read of the context.
+
+    `key` is the key of the first inner block.
+    """
+    indices = draw_tokens(dropping, key, carry)
+    if indices is None:
+        return None, context
+    assert stack.take_tokens is not None
+    return indices, stack.take_tokens(context, indices)
+
+
+def on_span(
+    run: Callable[[Any, Any], Any], stack: Stack, dropping: Dropping, key: Any
+) -> Callable[[Any, Any], Any]:
+    """Makes `run(stream, context) -> stream` of inner blocks run on the span's tokens.
+
+    A stream is the carry, followed by results that have no tokens.
+    """
+
+    def run_narrow(stream: Any, context: Any) -> Any:
+        carry, *others = stream
+        indices, narrow = draw_span(stack, dropping, key, carry, context)
+        if indices is None:
+            return run(stream, context)
+
+        def on_tokens(carry: Any) -> tuple[Any, Any]:
+            carry, *others_after = run((carry, *others), narrow)
+            return carry, others_after
+
+        carry, others = on_subset(on_tokens, carry, indices)
+        return carry, *others
+
+    return run_narrow
 
 
 def block_on_tokens(stack: Stack, segment: Segment) -> Callable[..., Any]:
@@ -108,15 +164,19 @@ def run_block(
 
 
 def _run(block: Callable[..., Any], params: Params, carry: Any, inputs: Any) -> Any:
-    """Runs a block on all tokens or on the drawn subset."""
+    """Runs a block on all tokens or on the drawn subset, scaled by the probability."""
     context, given = inputs
 
     def on_tokens(carry: Any) -> Any:
         return block(params, carry, context, given)
 
     if given.indices is None:
-        return on_tokens(carry)
-    return on_subset(on_tokens, carry, given.indices)
+        results = on_tokens(carry)
+    else:
+        results = on_subset(on_tokens, carry, given.indices)
+    if given.probability is None:
+        return results
+    return over_probability(carry, results, given.probability)
 
 
 class Tally(NamedTuple):
@@ -128,20 +188,20 @@ class Tally(NamedTuple):
     """float32[], number of blocks that ran."""
 
 
-def mean_metric(values: Sequence[Any], num_blocks: int) -> jax.Array:
-    """Averages a metric over the blocks that ran; 0 if no block ran.
+def mean_metric(values: Sequence[Any], num_blocks: Sequence[int]) -> jax.Array:
+    """Averages sums of a metric over the blocks that ran; 0 if no block ran.
 
     Example:
         >>> three, one, none = jnp.float32(3), jnp.float32(1), jnp.float32(0)
-        >>> float(mean_metric([three, one], 4))
+        >>> float(mean_metric([three, one], [3, 1]))
         1.0
-        >>> float(mean_metric([Tally(three, one), Tally(none, none)], 2))
+        >>> float(mean_metric([Tally(three, one), Tally(none, none)], [1, 1]))
         3.0
     """
     total = functools.reduce(functools.partial(jax.tree.map, jnp.add), values)
     if isinstance(total, Tally):
         return total.total / jnp.maximum(total.number, 1)
-    return total / num_blocks
+    return total / sum(num_blocks)
 
 
 def over_probability(
@@ -161,12 +221,9 @@ def over_probability(
     after, auxiliary = results
     loss = jax.tree.map(lambda x: x / probability, auxiliary.loss)
     scaled = jax.tree.map(scale, carry, after)
-    return scaled, auxiliary._replace(loss=loss, metrics=tallies(auxiliary.metrics))
-
-
-def tallies(metrics: Mapping[str, jax.Array]) -> dict[str, Tally]:
-    """Wraps the metrics of a block that runs as tallies."""
-    return {name: Tally(x, jnp.float32(1)) for name, x in metrics.items()}
+    one = jnp.float32(1)
+    tallies = {name: Tally(x, one) for name, x in auxiliary.metrics.items()}
+    return scaled, auxiliary._replace(loss=loss, metrics=tallies)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -185,12 +242,10 @@ def _run_or_skip(
 
 
 def _vjp(block, params, carry, inputs):
-    """Returns `jax.vjp` of scaled carry and loss, with metrics and totals aside."""
-    _, given = inputs
+    """Returns `jax.vjp` of carry and loss, with metrics and totals aside."""
 
     def run(params: Params, carry: Any) -> Any:
-        results = _run(block, params, carry, inputs)
-        scaled, auxiliary = over_probability(carry, results, given.probability)
+        scaled, auxiliary = _run(block, params, carry, inputs)
         return (scaled, auxiliary.loss), auxiliary._replace(loss=None)
 
     return jax.vjp(run, params, carry, has_aux=True)

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,15 +18,15 @@ from zjax.errors import ModelError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.ops import remat
 from zjax.ops.keys import fold_in, loss_key
-from zjax.ops.tokens import on_subset
 from zjax.sharding.layers import LayerOf, cut_layers, layers_of
 from zjax.stack.dropping import (
     BlockInput,
     block_on_tokens,
-    draw_tokens,
-    drops_tokens,
+    inner_blocks,
     make_inputs,
     mean_metric,
+    of_block,
+    on_span,
     run_block,
 )
 from zjax.typing import (
@@ -193,93 +192,56 @@ def run_stack(
     num_blocks = sum(segment.num_blocks for segment in stack.segments)
     # 0 belongs to the embedding.
     keys = None if key is None else _fold_in(key, jnp.arange(1, num_blocks + 1))
-    run = functools.partial(_run_range, stack, execution)
-    given = make_inputs(keys, dropping)
-    # The first and the last block always see all tokens: two blocks have no middle.
-    if num_blocks > 2 and drops_tokens(dropping, carry, key):
-        stream = carry, context, given
-        carry, auxiliaries = _run_on_subsets(run, stack, blocks, *stream, dropping)
-    else:
-        (every,) = _cut(stack, blocks, (num_blocks,))
-        carry, auxiliaries = run(every, carry, context, given)
+    inner = inner_blocks(num_blocks, dropping, key)
+    pieces, stream = _cut(stack, blocks, inner), (carry, [])
+    for is_inner, group in itertools.groupby(pieces, lambda x: x.numbers[0] in inner):
+        inputs = functools.partial(make_inputs, keys, of_block(dropping, is_inner))
+        run = functools.partial(_run_pieces, stack, execution, [*group], inputs)
+        if is_inner and dropping.once:
+            run = on_span(run, stack, dropping, fold_in(key, 2))
+        stream = run(stream, context)
+    carry, auxiliaries = stream
     # Named, and so saved by policies, like the input of a block.
     carry = jax.tree.map(lambda x: remat.mark(x, remat.INPUT), carry)
     return carry, auxiliaries
 
 
 class _Piece(NamedTuple):
-    """Adjacent blocks of a segment, with the parameters of the blocks."""
+    """Adjacent blocks of a segment, with their numbers in the model."""
 
     segment: Segment
-    num_blocks: int
+    numbers: range
     params: Params
 
 
-def _cut(
-    stack: Stack, blocks: Sequence[Params], sizes: Sequence[int]
-) -> list[list[_Piece]]:
-    """Splits the blocks of all segments into ranges of `sizes`, as lists of pieces."""
-    ends = [*itertools.accumulate(sizes, initial=0)]
-    ranges: list[list[_Piece]] = [[] for _ in sizes]
-    first = 0
+def _cut(stack: Stack, blocks: Sequence[Params], inner: range) -> list[_Piece]:
+    """Splits the blocks of each segment into blocks inside and outside of a range."""
+    pieces, first = [], 0
     for segment, params in zip(stack.segments, blocks, strict=True):
-        inside = [min(max(end - first, 0), segment.num_blocks) for end in ends]
-        counts = [after - before for before, after in itertools.pairwise(inside)]
-        pieces = cut_layers(params, counts)
-        for pieces_of_range, count, piece in zip(ranges, counts, pieces, strict=True):
-            if count:
-                pieces_of_range.append(_Piece(segment, count, piece))
-        first += segment.num_blocks
-    return ranges
+        last = first + segment.num_blocks
+        inside = {x for x in (inner.start, inner.stop) if first < x < last}
+        ends = itertools.pairwise(sorted({first, last} | inside))
+        ranges = list(itertools.starmap(range, ends))
+        layers = cut_layers(params, [*map(len, ranges)])
+        pieces += map(functools.partial(_Piece, segment), ranges, layers)
+        first = last
+    return pieces
 
 
-def _run_on_subsets(
-    run: Callable[..., tuple[Any, list[Auxiliary]]],
-    stack: Stack,
-    blocks: Sequence[Params],
-    carry: Any,
-    context: Any,
-    given: BlockInput,
-    dropping: Dropping,
-) -> tuple[Any, list[Auxiliary]]:
-    """Runs all blocks; the first and the last run on all tokens, the middle on some."""
-    assert stack.take_tokens is not None and given.key is not None
-    first, middle, last = _cut(stack, blocks, (1, len(given.key) - 2, 1))
-    before, inner, after = (
-        jax.tree.map(operator.itemgetter(blocks), given)
-        for blocks in (slice(1), slice(1, -1), slice(-1, None))
-    )
-    carry, auxiliaries = run(first, carry, context, before)
-    if dropping.once:
-        # One draw from the key of the first middle block holds for the span.
-        (indices,) = draw_tokens(inner.key[:1], carry, dropping.num_kept)
-        narrow = stack.take_tokens(context, indices)
-        carry, added = on_subset(
-            lambda x: run(middle, x, narrow, inner), carry, indices
-        )
-    else:
-        indices = draw_tokens(inner.key, carry, dropping.num_kept)
-        carry, added = run(middle, carry, context, inner._replace(indices=indices))
-    carry, more = run(last, carry, context, after)
-    return carry, [*auxiliaries, *added, *more]
-
-
-def _run_range(
+def _run_pieces(
     stack: Stack,
     execution: Execution,
     pieces: Sequence[_Piece],
-    carry: Any,
+    inputs_of: Callable[..., BlockInput],
+    stream: tuple[Any, list[Auxiliary]],
     context: Any,
-    given: BlockInput,
 ) -> tuple[Any, list[Auxiliary]]:
-    """Runs adjacent blocks; `given` holds the inputs of all blocks of the range."""
-    auxiliaries: list[Auxiliary] = []
+    """Runs adjacent pieces, and adds the result of each block to the stream."""
+    carry, auxiliaries = stream
     for piece in pieces:
-        first = len(auxiliaries)
-        own = slice(first, first + piece.num_blocks)
-        inputs = jax.tree.map(operator.itemgetter(own), given)
-        carry, added = _run_piece(stack, execution, piece, carry, context, inputs)
-        auxiliaries += added
+        given = inputs_of(piece.numbers, carry)
+        carry, added = _run_piece(stack, execution, piece, carry, context, given)
+        auxiliaries = [*auxiliaries, *added]
     return carry, auxiliaries
 
 
@@ -292,7 +254,7 @@ def _run_piece(
     given: BlockInput,
 ) -> tuple[Any, list[Auxiliary]]:
     """Runs the blocks of one piece, one by one or in a scan."""
-    num_blocks = piece.num_blocks
+    num_blocks = len(piece.numbers)
     size = execution.scan_size(num_blocks)
     block = remat.recompute(
         block_on_tokens(stack, piece.segment),
@@ -364,23 +326,28 @@ def run_blocks(
     return jax.lax.scan(run_group, carry, (blocks, tuple(inputs)))
 
 
-def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
+def combine(
+    auxiliaries: Sequence[Auxiliary], num_blocks: Sequence[int] | None = None
+) -> Auxiliary:
     """Sums the losses of blocks, and averages each metric over blocks that return one.
 
+    Results of `num_blocks[i]` equal blocks may be added up before.
+
     Example:
-        >>> one, two = jnp.float32(1), jnp.float32(2)
-        >>> both = combine([Auxiliary(one, {"drop": two}), Auxiliary(two), Auxiliary()])
-        >>> float(both.loss), float(both.metrics["drop"])
-        (3.0, 2.0)
+        >>> two, six = jnp.float32(2), jnp.float32(6)
+        >>> both = combine([Auxiliary(two, {"x": six}), Auxiliary(six)], [3, 4])
+        >>> float(both.loss), float(both.metrics["x"])
+        (8.0, 2.0)
     """
     losses = [each.loss for each in auxiliaries if each.loss is not None]
     by_name = collections.defaultdict(list)
-    for each in auxiliaries:
+    numbers = num_blocks or [1] * len(auxiliaries)
+    for each, number in zip(auxiliaries, numbers, strict=True):
         for name, x in each.metrics.items():
-            by_name[name].append(x)
+            by_name[name].append((x, number))
     return Auxiliary(
         functools.reduce(jnp.add, losses) if losses else None,
-        {name: mean_metric(x, len(x)) for name, x in by_name.items()},
+        {name: mean_metric(*zip(*x, strict=True)) for name, x in by_name.items()},
     )
 
 

@@ -1,6 +1,5 @@
 """A model on the stages of a pipeline: arrays in slots, functions by chunk."""
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -14,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.ops import shards
 from zjax.ops.keys import block_key
-from zjax.ops.tokens import on_subset
 from zjax.parallel import slots as arrays
 from zjax.parallel.pipeline import ChunkLayers, StackTree, StageChain
 from zjax.parallel.pipeline_schedule import Schedule
@@ -24,14 +22,12 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.stack.dropping import (
     BlockInput,
     block_on_tokens,
-    draw_tokens,
-    drops_tokens,
     make_input,
-    mean_metric,
+    of_block,
+    on_span,
     run_block,
-    tallies,
 )
-from zjax.stack.forward import check_totals, loss_of_sums
+from zjax.stack.forward import check_totals, combine, loss_of_sums
 from zjax.train import microbatches
 from zjax.train.gradients import LocalGradients
 from zjax.train.partition import StagePartition, as_integers, no_totals, with_block
@@ -115,132 +111,90 @@ class StagedModel:
         counts as 1.
         """
         return StageChain(
-            functools.partial(self.embed, dropping.theta),
-            functools.partial(self.chunk, dropping),
+            functools.partial(self.embed, dropping),
+            self.chunk,
             functools.partial(self.head, scale, unit),
             gathers=self.gathers_in_ticks,
             communicates=self.communicates,
         )
 
     def embed(
-        self, theta: Any, params: Params, batch: Batch, key: Any
+        self, dropping: Dropping, params: Params, batch: Batch, key: Any
     ) -> tuple[Any, Any]:
-        """Returns a microbatch's stream, with context and the theta of `Dropping`."""
+        """Returns a microbatch's stream, with context and what the blocks drop."""
         params, batch = self.gather_after(params, batch, self.rows.embed)
         device_key = block_key(self.local.device_key(key), 0)
         carry, context = self.partition.stack.embed(params, batch, device_key)
-        sums = self.zero_sums(carry, context, device_key, theta is not None)
-        return (carry, sums, no_totals(self.partition.stack.segments)), (context, theta)
+        sums = self.zero_sums(carry, context, device_key, dropping)
+        stream = carry, sums, no_totals(self.partition.stack.segments)
+        return stream, (context, dropping)
 
     def zero_sums(
-        self, carry: Any, context: Any, key: Any, drops_layers: bool
+        self, carry: Any, context: Any, key: Any, dropping: Dropping
     ) -> tuple[Auxiliary, ...]:
         """Returns zeros for auxiliary losses and metrics of each segment."""
         rows = self.partition.split(self.local.plan.compute).stages
         layers = jax.tree.map(
             lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows
         )
-        sums = []
-        for segment, layer in zip(self.partition.stack.segments, layers, strict=True):
-            _, auxiliary = jax.eval_shape(segment.block, layer, carry, context, key)
+        stack, sums = self.partition.stack, []
+        given = make_input(key, 0, 1, of_block(dropping, False), carry)
+        for segment, layer in zip(stack.segments, layers, strict=True):
+            run = functools.partial(run_block, block_on_tokens(stack, segment))
+            _, auxiliary = jax.eval_shape(run, layer, carry, context, given)
             scalars = auxiliary._replace(totals={})
-            if drops_layers:
-                scalars = scalars._replace(metrics=tallies(scalars.metrics))
             # Shapes are enough: the block is not run for them.
             sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), scalars))
         return tuple(sums)
 
     def chunk(
-        self,
-        dropping: Dropping,
-        layers: ChunkLayers,
-        stream: Any,
-        context: Any,
-        key: Any,
-        number: Any,
+        self, layers: ChunkLayers, stream: Any, context: Any, key: Any, number: Any
     ) -> Any:
         """Runs the blocks of a chunk, by segment and slot.
 
         All chunks are one program: the slots of the first and the last block of the
         model run on all tokens in every chunk.
         """
-        key, (context, theta) = self.local.device_key(key), context
+        key, (context, dropping) = self.local.device_key(key), context
         places = [(i, j) for i, each in enumerate(layers) for j in range(len(each))]
-        is_cut = drops_tokens(dropping, stream[0], key)
-        whole = whole_slots(self.slots) if is_cut else frozenset(places)
-        for is_whole, group in itertools.groupby(places, whole.__contains__):
-            run = functools.partial(
-                self.run_slots, [*group], layers, (key, theta, number)
-            )
-            if is_whole:
-                stream = run(stream, context, 0)
-            elif dropping.once:
-                stream = self.on_span(run, stream, context, key, dropping.num_kept)
-            else:
-                stream = run(stream, context, dropping.num_kept)
+        inner = {*places} - whole_slots(self.slots)
+        for is_inner, group in itertools.groupby(places, inner.__contains__):
+            inputs = key, number, of_block(dropping, is_inner)
+            run = functools.partial(self.run_slots, [*group], layers, inputs)
+            if is_inner and dropping.once:
+                # All chunks draw from the key of the second block of the model.
+                second = block_key(key, 2)
+                run = on_span(run, self.partition.stack, dropping, second)
+            stream = run(stream, context)
         return stream
-
-    def on_span(
-        self,
-        run: Callable[..., Any],
-        stream: Any,
-        context: Any,
-        key: jax.Array,
-        num_kept: int,
-    ) -> Any:
-        """Runs slots on one subset of the tokens, which all chunks have in common."""
-        carry, *others = stream
-        # The key of the second block of the model, as without a pipeline.
-        second, stack = block_key(key, 2), self.partition.stack
-        assert second is not None and stack.take_tokens is not None
-        (indices,) = draw_tokens(second[None], carry, num_kept)
-        narrow = stack.take_tokens(context, indices)
-
-        def on_tokens(carry: Any) -> tuple[Any, Any]:
-            carry, *others_after = run((carry, *others), narrow, 0)
-            return carry, others_after
-
-        carry, others = on_subset(on_tokens, carry, indices)
-        return carry, *others
 
     def run_slots(
         self,
         places: Sequence[tuple[int, int]],
         layers: ChunkLayers,
-        inputs: tuple[Any, Any, jax.Array],
+        inputs: tuple[Any, jax.Array, Dropping],
         stream: Any,
         context: Any,
-        num_kept: int,
     ) -> Any:
         """Runs adjacent slots of a chunk; `places` are pairs of segment and slot.
 
-        `inputs` are the key of the microbatch, the theta of `Dropping` and the number
-        of the chunk. Each block draws `num_kept` tokens to run on; 0 keeps all.
+        `inputs` are the key of the microbatch, the number of the chunk, and what each
+        block drops.
         """
-        key, theta, number = inputs
+        key, chunk, dropping = inputs
+        num_blocks = sum(slots.num_blocks for slots in self.slots)
         for segment, slot in places:
             slots = self.slots[segment]
-            index = slots.block(number, slot)
-            place = index + slots.first_block + 1
-            # Place 0 is the embedding: keys count blocks from 1, as without a pipeline.
-            given = self.input_of(place, block_key(key, place), theta)
-            if num_kept:
-                assert given.key is not None
-                (indices,) = draw_tokens(given.key[None], stream[0], num_kept)
-                given = given._replace(indices=indices)
+            index = slots.block(chunk, slot)
+            number = index + slots.first_block
+            # 0 is the embedding: keys count blocks from 1, as without a pipeline.
+            own_key = block_key(key, number + 1)
+            given = make_input(own_key, number, num_blocks, dropping, stream[0])
             run = functools.partial(
                 self.run_slot, segment, layers[segment][slot], index, context, given
             )
             stream = unless_empty(slots, index, run, stream)
         return stream
-
-    def input_of(self, place: jax.Array, key: Any, theta: Any) -> BlockInput:
-        """Returns the input of block `place` of the model, counted from 1."""
-        if key is None or theta is None:
-            return BlockInput(key)
-        number = sum(slots.num_blocks for slots in self.slots)
-        # Slots without a block have any place.
-        return make_input(key, jnp.clip(place, 1, number) / number, theta)
 
     def run_slot(
         self,
@@ -286,7 +240,7 @@ class StagedModel:
         params, stream = self.gather_after(params, stream, self.rows.head)
         carry, auxiliaries, stacks = stream
         total_loss, divisor, sums = self.partition.stack.head(params, carry, batch)
-        mean = mean_of_sums(auxiliaries, [slots.num_blocks for slots in self.slots])
+        mean = combine(auxiliaries, [slots.num_blocks for slots in self.slots])
         # Without weight this is a copy of another microbatch, which counts there.
         totals = jax.tree.map(
             lambda x: jnp.where(weight > 0, x, 0), as_integers(stacks)
@@ -365,30 +319,6 @@ def unless_empty(
     # Stop gradients of empty slots: at weights of 0 a block may divide 0 by 0.
     entering = arrays.where(is_block, stream, jax.lax.stop_gradient(stream))
     return arrays.where(is_block, run(entering), stream)
-
-
-def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxiliary:
-    """Adds auxiliary losses, and averages each metric over blocks that report it.
-
-    `sums` are added up over the blocks of each segment; `num_blocks` counts these
-    blocks.
-
-    Example:
-        >>> two, six = jnp.float32(2), jnp.float32(6)
-        >>> mean = mean_of_sums([Auxiliary(two, {"x": six}), Auxiliary(six)], [3, 4])
-        >>> float(mean.loss), float(mean.metrics["x"])
-        (8.0, 2.0)
-    """
-    losses = [each.loss for each in sums if each.loss is not None]
-    by_name = collections.defaultdict(list)
-    for each, number in zip(sums, num_blocks, strict=True):
-        for name, x in each.metrics.items():
-            by_name[name].append((x, number))
-    means = {}
-    for name, pairs in by_name.items():
-        totals, numbers = zip(*pairs, strict=True)
-        means[name] = mean_metric(totals, sum(numbers))
-    return Auxiliary(functools.reduce(jnp.add, losses) if losses else None, means)
 
 
 def in_place(params: Params, rows: Any) -> Params:
