@@ -153,7 +153,7 @@ def kept_by(run):
     save = passes.save
     passes.save = lambda *parts: (found.append(save(*parts)), found[-1])[1]
     _, metrics = run.step(run.state, lines.make_batch())
-    arrays = [x for saved in found for x in saved.arrays]
+    arrays = [x for load, _ in found for x in load.arrays]
     return [x.sharding.memory_kind for x in arrays], float(metrics["grad_norm"])
 
 

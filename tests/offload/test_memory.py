@@ -220,7 +220,7 @@ def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
             lambda *x, f=save, a=away: a.append(f(*x)) or a[-1],
         )
         train(run, 1)
-        rows = [row for each in away for row in each.rows]
+        rows = [row for load, _ in away for row in load.rows]
         found[kind] = {row.memory for row in rows}
         assert len(away) == GPT.num_layers
         told = offloaded_inputs(run.model, run.plan, run.config, make_batch(0))
@@ -286,7 +286,7 @@ def test_what_blocks_keep_is_given_up_as_the_backward_pass_goes(
 
     def watched(*parts):
         stored = save(*parts)
-        kept.extend(weakref.ref(x) for x in stored.arrays)
+        kept.extend(weakref.ref(x) for x in stored[0].arrays)
         return stored
 
     alive = []

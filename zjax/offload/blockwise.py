@@ -7,7 +7,7 @@ arXiv:2104.07857, section 5.1.3).
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -51,20 +51,6 @@ from zjax.typing import (
     Params,
     StepBatch,
 )
-
-
-class Saved(NamedTuple):
-    """Stored residuals of a block, or the block's input, followed by what tiles read.
-
-    Args:
-        arrays: Leaves as stored.
-        rows: Plan of each leaf.
-        tree: Structure of the pair (residuals, input of the tiles).
-    """
-
-    arrays: list[Any]
-    rows: list[ArrayPlan]
-    tree: Any
 
 
 class BlockwiseBackward:
@@ -158,10 +144,10 @@ class BlockwiseBackward:
         ]
         backward = [("backward", i) for i in range(len(stored))[::-1]]
         self.units.stream.prefetch(self.units.loads(stored, [*forward, *backward]))
-        saved: dict[int, Saved] = {}
+        saved: dict[int, tuple[Load, Any]] = {}
         carry, auxiliaries = self.forward(embed, stored, batch, key, route, saved)
         self.residual_bytes = sum(
-            bytes_by_memory(x.rows).device for x in saved.values()
+            bytes_by_memory(load.rows).device for load, _ in saved.values()
         )
         loss, head_grads, shared, cotangent, auxiliary_cotangent = programs.head(
             head, carry, batch, scale, auxiliaries
@@ -169,13 +155,9 @@ class BlockwiseBackward:
         del carry
         yield loss
         yield GroupGradients(len(stored) + 1, head_grads)
-        trees = {i: each.tree for i, each in saved.items()}
-        self.saved.prefetch(
-            Load(i, each.arrays, each.rows, is_consumed=True)
-            # Popped, so that the stream alone holds the residuals and frees each after
-            # use.
-            for i, each in ((i, saved.pop(i)) for i in [*saved][::-1])
-        )
+        trees = {i: tree for i, (_, tree) in saved.items()}
+        # Popped, so that the stream alone holds the residuals and frees each after use.
+        self.saved.prefetch(saved.pop(i)[0] for i in [*saved][::-1])
         for i in reversed(range(len(self.units.blocks))):
             cotangent = route.narrow(cotangent) if i == route.last else cotangent
             # A block that did not run saved nothing.
@@ -259,7 +241,7 @@ class BlockwiseBackward:
         batch: Batch,
         key: jax.Array | None,
         route: Route,
-        saved: dict[int, Saved] | None = None,
+        saved: dict[int, tuple[Load, Any]] | None = None,
     ) -> tuple[Any, list[Auxiliary]]:
         """Returns the stream after the last block, and auxiliary results of each block.
 
@@ -279,9 +261,17 @@ class BlockwiseBackward:
                     (carry, entering), auxiliary, done = results
                     del results
                     used.append(done)
-                carry = self.tiles_forward(stored, tiles, carry, entering, inputs)
+                for tile in tiles:
+                    with self.units.on_device(stored, "forward", tile) as (
+                        params,
+                        used,
+                    ):
+                        carry, done = self.programs.tile(
+                            tile.segment, params, carry, entering, inputs
+                        )
+                        used.append(done)
                 if saved is not None:
-                    saved[number] = self.save(residuals, entering)
+                    saved[number] = self.save(number, residuals, entering)
                 del residuals, entering
             else:
                 auxiliary = self.programs.no_results(trunk.segment, carry, inputs)
@@ -295,30 +285,13 @@ class BlockwiseBackward:
         params: Params,
         carry: Any,
         inputs: BlockInputs,
-        saved: dict[int, Saved] | None,
+        saved: dict[int, tuple[Load, Any]] | None,
     ) -> tuple[Any, Any]:
         """Runs a block or trunk; returns results and residuals, or the input."""
         if saved is None or self.programs.block_saving is None:
             results = self.programs.block(trunk.segment, params, carry, inputs)
             return results, carry
         return self.programs.block_saving(trunk.segment, params, carry, inputs)
-
-    def tiles_forward(
-        self,
-        stored: Sequence[Params],
-        tiles: Sequence[Unit],
-        carry: Any,
-        entering: Any,
-        inputs: BlockInputs,
-    ) -> Any:
-        """Adds the results of a block's tiles to the stream, which is donated."""
-        for tile in tiles:
-            with self.units.on_device(stored, "forward", tile) as (params, used):
-                carry, done = self.programs.tile(
-                    tile.segment, params, carry, entering, inputs
-                )
-                used.append(done)
-        return carry
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Returns loss and metrics without gradients or dropout, as float32 scalars."""
@@ -335,11 +308,12 @@ class BlockwiseBackward:
         loss = self.sums.mean_loss(losses)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 
-    def save(self, residuals: Any, entering: Any) -> Saved:
-        """Stores residuals and the input of tiles for the backward pass."""
+    def save(self, block: int, residuals: Any, entering: Any) -> tuple[Load, Any]:
+        """Stores residuals and the input of tiles; returns the load and the tree."""
         arrays, tree = jax.tree.flatten((residuals, entering))
         rows = self.saved_rows(residuals, entering)
-        return Saved(self.saved.write_back(arrays, rows), rows, tree)
+        stored = self.saved.write_back(arrays, rows)
+        return Load(block, stored, rows, is_consumed=True), tree
 
     def saved_rows(self, residuals: Any, entering: Any) -> list[ArrayPlan]:
         """Plans the storage of `save`; residuals stay where computed."""

@@ -91,10 +91,10 @@ class OffloadedDecoder:
         self, tokens: jax.Array, lengths: Any, key: jax.Array, settings: Settings
     ) -> jax.Array:
         """Continues prompts; see `zjax.models.generate.StoredDecoder`."""
-        start = self.programs.begin(tokens, lengths, settings)
+        columns, text = self.programs.begin(tokens, lengths, settings)
         choose = functools.partial(self.programs.choose, self.head, key, settings)
         self.units.stream.prefetch(self.loads(tokens.shape[1]))
-        written = write_text(self.read, choose, *start, tokens, _loop)
+        written = write_text(self.read, choose, columns, text, tokens, _loop)
         # Drops the units of columns that are not written.
         self.units.stream.prefetch(())
         return written
