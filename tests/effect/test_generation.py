@@ -15,7 +15,7 @@ MESHES = pytest.mark.parametrize(
     [
         ("mesh.data=4 mesh.tensor=2", 2, 2),
         (features.EXPERTS + "mesh.data=2 mesh.expert=2 mesh.tensor=2", 2, 2),
-        ("mesh.data=2 mesh.sequence=2 mesh.tensor=2 zero.stage=3", 4, 1),
+        ("mesh.data=2 mesh.sequence=2 mesh.tensor=2 zero.stage=2", 4, 1),
         ("model.num_kv_heads=1 mesh.data=4 mesh.tensor=2", 2, 1),
     ],
     ids=["rows and heads", "experts", "sequence", "copied heads"],
@@ -29,10 +29,9 @@ def start(settings):
     return run, np.random.default_rng(0).integers(0, 41, (ROWS, PROMPT))
 
 
-@MESHES
-def test_devices_split_a_cache_in_the_loop(settings, rows, heads, monkeypatch):
-    """Fails if a device carries rows or heads of other devices from token to token."""
-    run, prompts = start(settings)
+@pytest.fixture
+def compiled(monkeypatch):
+    """The text of each program that writes a text at once."""
     real, texts = generate._generate, []
 
     def watched(*args, **settings):
@@ -40,10 +39,28 @@ def test_devices_split_a_cache_in_the_loop(settings, rows, heads, monkeypatch):
         return real(*args, **settings)
 
     monkeypatch.setattr(generate, "_generate", watched)
+    return texts
+
+
+@MESHES
+def test_devices_split_a_cache_in_the_loop(settings, rows, heads, compiled):
+    """Fails if a device carries rows or heads of other devices from token to token."""
+    run, prompts = start(settings)
     run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
-    loops = (x for x in texts[0].splitlines() if " while(" in x and "[8,11]" in x)
+    (text,) = compiled
+    loops = (x for x in text.splitlines() if " while(" in x and "[8,11]" in x)
     carried = re.findall(r"f32\[(\d+),11,(\d+),4\]", next(loops).split(" while(")[0])
     assert carried == 2 * run.config.model.num_layers * [(str(rows), str(heads))]
+
+
+def test_weights_stay_split_while_a_text_is_written(compiled):
+    """Fails if a device gathers the weights that ZeRO splits."""
+    run, prompts = start("mesh.data=4 mesh.tensor=2 zero.stage=3")
+    run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
+    (text,) = compiled
+    assert "all-reduce" in text
+    # The share of the tensor axis in the first matrix of the feed-forward.
+    assert not re.findall(r"f32\[1?,?16,12\]\S* all-gather\(", text)
 
 
 @MESHES

@@ -103,6 +103,17 @@ class Weights:
         """Returns the module with the weights of a state, in evaluation mode."""
         return self._model.bind(self(state), state.model_state)
 
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts; `settings` are arguments of `zjax.generate`."""
+        decoder, mesh = self.bind(state), self._plan.mesh
+        assert isinstance(mesh, Mesh)
+        # Under the mesh, devices would gather split weights, and hold all of them from
+        # token to token.
+        if self._plan.splits.compute:
+            return generate(decoder, tokens, **settings)
+        with jax.set_mesh(mesh):
+            return generate(decoder, tokens, **settings)
+
     def _place(self, row: ArrayPlan) -> jax.sharding.NamedSharding:
         """Sharding of an unpadded parameter; replicated if the storage is padded."""
         # The logical shape of a padded array does not divide over the mesh.
@@ -138,7 +149,7 @@ class FusedExecutor:
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
         """Continues prompts; `settings` are arguments of `zjax.generate`."""
-        return generate(self.parameters.bind(state), tokens, **settings)
+        return self.parameters.generate(state, tokens, **settings)
 
     def settle(self, state: TrainState) -> TrainState:
         """Returns the state itself: a fused step leaves no pending gradient."""

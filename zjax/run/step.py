@@ -134,7 +134,8 @@ class Step:
             ConfigError: A setting out of range, or no room for the tokens.
             StateError: The state was consumed before.
         """
-        return self._run(self.executor.generate, state, tokens, **settings)
+        check_not_consumed(state)
+        return self.executor.generate(state, tokens, **settings)
 
     def parameters(self, state: TrainState) -> Params:
         """Returns the parameters as the model takes them, for use outside of a step.

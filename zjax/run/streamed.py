@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from zjax.errors import PlanError, Problem
 from zjax.models.generate import generate
@@ -67,10 +68,12 @@ class StreamedExecutor:
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
         """Continues prompts; `settings` are arguments of `zjax.generate`."""
-        if self.generation:
-            decoder = OffloadedDecoder(self.generation, state, self._shape)
+        if not self.generation:
+            return self.parameters.generate(state, tokens, **settings)
+        decoder = OffloadedDecoder(self.generation, state, self._shape)
+        assert isinstance(self._plan.mesh, Mesh)
+        with jax.set_mesh(self._plan.mesh):
             return generate(decoder, tokens, **settings)
-        return generate(self.parameters.bind(state), tokens, **settings)
 
     def settle(self, state: TrainState) -> TrainState:
         """Applies a pending gradient that a delayed update left for the next step."""
