@@ -1,9 +1,11 @@
 """The plainest mesh that fits, and bytes of a step on a mesh."""
 
 import dataclasses
+import math
 import re
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -13,8 +15,9 @@ from tests.support.proposals import config_of, machine_of
 from tests.support.refusals import config_error, plan_error
 from zjax.config import load_config
 from zjax.errors import ConfigError, PlanError
+from zjax.estimate import mesh
 from zjax.estimate.mesh import propose_mesh, this_machine
-from zjax.estimate.tables import describe_stages
+from zjax.estimate.tables import DEVICE_SHARE, describe_stages
 from zjax.estimate.trial import Machine, weigh
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -195,16 +198,46 @@ def test_trainer_trains_on_the_proposal_and_says_it_once(tmp_path, caplog):
     assert len(said) == 1
 
 
-def test_model_of_yours_is_refused():
-    """Its activations are not known."""
-    model = make_model(schema.Config())
-    tokens = jax.ShapeDtypeStruct((8, 16), "int32")
-    batch = {"tokens": tokens, "targets": tokens}
-    with config_error(
-        "mesh='auto' is chosen by zjax.Trainer, for the built-in models only; give "
-        "sizes, such as mesh.data=-1"
-    ):
-        zjax.initialize(model, None, None, batch, {"mesh": "auto"})
+def own_run(wide):
+    """A model of a user without dim names, its batch, and an optimizer."""
+
+    def init(key):
+        return {"w": jnp.zeros((wide, wide))}
+
+    def apply(params, x):
+        return jnp.tanh(jnp.tanh(x @ params["w"]) @ params["w"])
+
+    def loss_fn(model, batch, key):
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    batch = {"x": jnp.ones((8, 64, wide))}
+    return (init, apply), optax.sgd(0.1), loss_fn, batch
+
+
+def test_a_mesh_for_a_model_of_yours(monkeypatch):
+    """Fails if its activations do not count, or if an axis without use is proposed."""
+    model, tx, loss_fn, batch = own_run(16)
+    own = zjax.adapt(model, loss_fn, batch), batch
+    settings = {"mesh": "auto", "global_batch_size": 8, "microbatch_size": 1}
+    config = load_config(settings)
+    trial = propose_mesh(config, machine_of(8, math.inf), tx, own).trials[0]
+    row = {"x": jax.ShapeDtypeStruct((1, 64, 16), "float32")}
+    cost = zjax.count(own[0], row, dtype=config.precision.compute_dtype)
+    assert trial.of_one == cost.activation_bytes
+
+    def start(part):
+        usable = trial.state + part * trial.of_one
+        machine = Machine(8, 8, usable / DEVICE_SHARE)
+        monkeypatch.setattr(mesh, "this_machine", lambda _: machine)
+        return zjax.initialize(model, tx, loss_fn, batch, settings)
+
+    # No dim has a name for `tensor`, and no stack has stages.
+    for part, expected in ((1.1, {"data": 8}), (0.6, {"data": 4, "sequence": 2})):
+        sizes = start(part).plan.mesh.shape
+        assert {axis: size for axis, size in sizes.items() if size > 1} == expected
+    with pytest.raises(PlanError, match="mesh='auto' finds no room") as error:
+        start(0.01)
+    assert "remat" not in str(error.value)
 
 
 def weighed(shape, changes, **mesh):

@@ -79,7 +79,7 @@ def check_processes(config: schema.Config) -> None:
 def _open_axes(config: schema.Config) -> Iterator[Problem]:
     """Yields open mesh axes, which `zjax.estimate.mesh` should have sized."""
     open_axes = [axis for axis in axes.OPEN_AXES if getattr(config.mesh, axis) == 0]
-    problem = "is chosen by zjax.Trainer, for the built-in models only"
+    problem = "is chosen by zjax.initialize, or by zjax.Trainer for built-in models"
     if open_axes == list(axes.OPEN_AXES):
         yield Problem("mesh", axes.AUTO, problem, "give sizes, such as mesh.data=-1")
     elif open_axes:

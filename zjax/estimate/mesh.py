@@ -16,16 +16,19 @@ from jax.experimental import multihost_utils
 from zjax.config.check import check_config
 from zjax.config.model_rules import uneven_heads
 from zjax.errors import ConfigError, PlanError, Problem
+from zjax.estimate.traced import count
 from zjax.estimate.trial import Machine, Trial, batch_on, weigh
 from zjax.models.build import make_model
+from zjax.optim import groups
 from zjax.optim.build import make_optimizer
 from zjax.processes.host import local_processes
 from zjax.settings import axes, schema
 from zjax.settings.mixture import describe_blocks, num_blocks
 from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import map_rows
 from zjax.sharding.describe import WIDTH, format_bytes, render_table
 from zjax.sharding.zero import splits_of
-from zjax.typing import Device, Model
+from zjax.typing import Batch, Device, Model
 
 TOO_FEW_MICROBATCHES = "exceeds num_microbatches"
 """Obstacle of a mesh with more stages than microbatches."""
@@ -116,7 +119,11 @@ def reasons(
 
 
 def no_room(
-    config: schema.Config, trials: Sequence[Trial], machine: Machine
+    config: schema.Config,
+    trials: Sequence[Trial],
+    machine: Machine,
+    *,
+    user_model: bool = False,
 ) -> Problem:
     """Problem of a step that fits on no mesh, with settings that need less memory."""
     best = min((x for x in trials if not x.obstacle), key=lambda x: x.total)
@@ -124,10 +131,11 @@ def no_room(
         f"state {best.state / 1e9:.1f} GB, activations {best.activations / 1e9:.1f} GB"
     )
     state_fits = best.state <= machine.usable_bytes
+    recomputes = user_model or config.model.remat == "full"
     offers = {
         "a higher zero.stage": not splits_of(config.zero.stage).compute,
         "zero.offload='pinned_host'": not config.zero.offloads_state,
-        "model.remat='full'": state_fits and config.model.remat != "full",
+        "model.remat='full'": state_fits and not recomputes,
         "a smaller microbatch_size": state_fits and best.of_one < best.activations,
         "more microbatches": any(
             TOO_FEW_MICROBATCHES in trial.obstacle for trial in trials
@@ -167,16 +175,19 @@ def is_open(mesh: schema.Mesh) -> bool:
 
 
 def choose_mesh(
-    config: schema.Config, devices: Sequence[Device], tx: Any = None
+    config: schema.Config,
+    devices: Sequence[Device],
+    tx: Any = None,
+    own: tuple[Model, Batch] | None = None,
 ) -> schema.Config:
     """Sets the axes that `mesh="auto"` leaves open, and logs why.
 
     A collective call. Returns `config` itself if no axis is open. `tx` is the optimizer
-    of the user; None for the optimizer of the config.
+    of the user, `own` model and global batch; None for what the config describes.
     """
     if not is_open(config.mesh):
         return config
-    proposal = propose_mesh(config, this_machine(devices), tx)
+    proposal = propose_mesh(config, this_machine(devices), tx, own)
     if jax.process_index() == 0:
         logging.warning("mesh='auto':\n%s", describe_proposal(proposal))
     return dataclasses.replace(config, mesh=proposal.mesh)
@@ -197,8 +208,15 @@ def this_machine(devices: Sequence[Device]) -> Machine:
     return Machine(len(devices), int(least[0]), float(least[1]))
 
 
-def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Proposal:
+def propose_mesh(
+    config: schema.Config,
+    machine: Machine,
+    tx: Any = None,
+    own: tuple[Model, Batch] | None = None,
+) -> Proposal:
     """Finds the simplest mesh on which a step fits, without devices.
+
+    The arguments are as for `choose_mesh`.
 
     Example:
         >>> config = schema.Config(mesh=schema.Mesh(tensor=0))
@@ -210,25 +228,52 @@ def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Pro
     @functools.cache
     def parts() -> tuple[Model, Any]:
         """Makes model and optimizer, once the settings have passed the check."""
-        model = make_model(config)
+        model = own[0] if own else make_model(config)
         return model, make_optimizer(config, model) if tx is None else tx
 
-    trials: list[Trial] = []
+    count_rows = None
+    if own:
+        closed = _close_unused(config.mesh, *own)
+        config = dataclasses.replace(config, mesh=closed)
+        dtype = config.precision.compute_dtype
+        count_rows = functools.cache(lambda number: _bytes_of_rows(*own, number, dtype))
+    is_own, trials = own is not None, list[Trial]()
     for mesh in possible_meshes(config, machine):
         if not _may_split_sequences(config, mesh, trials, machine):
             continue
-        obstacle = find_obstacle(config, mesh, machine, tx)
+        obstacle = find_obstacle(config, mesh, machine, tx, user_model=is_own)
         trials.append(
             Trial(mesh, obstacle=obstacle)
             if obstacle
-            else weigh(config, mesh, *parts())
+            else weigh(config, mesh, *parts(), count_rows)
         )
         if trials[-1].fits(machine):
             why = tuple(reasons(config, trials, machine))
             return Proposal(mesh, why, tuple(trials), machine)
     if all(trial.obstacle for trial in trials):
-        raise _refusal(config, machine, tx)
-    raise PlanError(no_room(config, trials, machine))
+        closed = axes.close_axes(config.mesh)
+        raise ConfigError(*_problems(config, closed, machine, tx, user_model=is_own))
+    raise PlanError(no_room(config, trials, machine, user_model=is_own))
+
+
+def _close_unused(mesh: schema.Mesh, model: Model, batch: Batch) -> schema.Mesh:
+    """Closes open axes that split nothing of a model of the user."""
+    used = groups.used_axes(model, mesh) & {meshes.TENSOR}
+    if any(len(x.shape) > 1 for x in jax.tree.leaves(batch)):
+        used |= {meshes.SEQUENCE}
+    sizes = {axis: getattr(mesh, axis) for axis in axes.OPEN_AXES}
+    closed = {axis: size or 1 for axis, size in sizes.items() if axis not in used}
+    return dataclasses.replace(mesh, **closed)
+
+
+def _bytes_of_rows(model: Model, batch: Batch, number: int, dtype: str) -> float:
+    """Counts the bytes of activations of some rows on one device."""
+
+    def shape(x: Any, *rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*rows, *x.shape[len(rows) :]), x.dtype)
+
+    rows = map_rows(lambda x: shape(x, number), shape, batch, model.entries)
+    return count(model, rows, dtype=dtype).activation_bytes
 
 
 def possible_meshes(config: schema.Config, machine: Machine) -> Iterator[schema.Mesh]:
@@ -255,7 +300,12 @@ def possible_meshes(config: schema.Config, machine: Machine) -> Iterator[schema.
 
 
 def _problems(
-    config: schema.Config, mesh: schema.Mesh, machine: Machine, tx: Any
+    config: schema.Config,
+    mesh: schema.Mesh,
+    machine: Machine,
+    tx: Any,
+    *,
+    user_model: bool,
 ) -> tuple[Problem, ...]:
     """Problems that the config check finds for a mesh."""
     try:
@@ -263,17 +313,13 @@ def _problems(
         check_config(
             candidate,
             machine.num_devices,
+            user_model=user_model,
             user_optimizer=tx is not None,
             user_batches=True,  # no mesh depends on the data, which the run checks
         )
     except ConfigError as error:
         return error.problems
     return ()
-
-
-def _refusal(config: schema.Config, machine: Machine, tx: Any) -> ConfigError:
-    """Error for settings that work on no mesh, checked with all open axes at 1."""
-    return ConfigError(*_problems(config, axes.close_axes(config.mesh), machine, tx))
 
 
 def _may_split_sequences(
@@ -296,12 +342,19 @@ def _may_split_sequences(
 
 
 def find_obstacle(
-    config: schema.Config, mesh: schema.Mesh, machine: Machine, tx: Any
+    config: schema.Config,
+    mesh: schema.Mesh,
+    machine: Machine,
+    tx: Any,
+    *,
+    user_model: bool = False,
 ) -> str:
     """Reason why a mesh cannot work, or is not proposed; empty if it can."""
-    problems = _problems(config, mesh, machine, tx)
+    problems = _problems(config, mesh, machine, tx, user_model=user_model)
     if problems:
         return str(problems[0]).partition(";")[0]
+    if user_model:
+        return ""
     model, number = config.model, batch_on(config, mesh).num_microbatches
     heads = "" if config.mesh.tensor else uneven_heads(model, mesh.tensor)
     if heads:

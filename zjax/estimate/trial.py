@@ -6,6 +6,7 @@ stages follow programs compiled for CPUs and were not measured on GPUs.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,18 +71,29 @@ class Trial:
         return not self.obstacle and self.total <= machine.usable_bytes
 
 
-def weigh(config: schema.Config, mesh: schema.Mesh, model: Model, tx: Any) -> Trial:
-    """Counts the bytes per device that a step takes on a mesh."""
+def weigh(
+    config: schema.Config,
+    mesh: schema.Mesh,
+    model: Model,
+    tx: Any,
+    count_rows: Callable[[int], float] | None = None,
+) -> Trial:
+    """Counts the bytes per device that a step takes on a mesh.
+
+    `count_rows` counts the activations of rows of a model of the user on one device.
+    """
     config = dataclasses.replace(config, mesh=mesh)
     sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
     batch = batch_on(config, mesh)
+
+    def activations(batch: BatchSizes) -> float:
+        if count_rows is None:
+            return activation_bytes(config, sizes, batch, model)
+        return count_rows(batch.microbatch_size) / (mesh.sequence * mesh.tensor)
+
     one = dataclasses.replace(batch, microbatch_size=1)
-    return Trial(
-        mesh,
-        state_bytes(config, model, tx),
-        activation_bytes(config, sizes, batch, model),
-        activation_bytes(config, sizes, one, model),
-    )
+    state = state_bytes(config, model, tx)
+    return Trial(mesh, state, activations(batch), activations(one))
 
 
 def state_bytes(config: schema.Config, model: Model, tx: Any) -> int | float:
@@ -142,7 +154,8 @@ def _gathered_bytes(config: schema.Config, model: Model, tx: Any) -> int | float
     gathered = dataclasses.replace(config, zero=schema.Zero(stage=2))
     plan = _plan(gathered, model, tx)
     grads = trained(plan.compute, plan.master)
-    assert model.stack is not None
+    if model.stack is None:  # gathered at once
+        return memory.tree_bytes(plan.compute) + memory.tree_bytes(grads)
     split = model.stack.split
     segments = zip(split(plan.compute)[1], split(grads)[1], strict=True)
     blocks = [

@@ -10,6 +10,7 @@ import optax
 from zjax.errors import ConfigError, Problem
 from zjax.settings import schema
 from zjax.settings.parameters import FROZEN, Groups, label_of
+from zjax.sharding.mesh import RULES
 from zjax.sharding.naming import name_of, names_of_dims, path_of
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Logical, Model, Params
@@ -28,6 +29,13 @@ def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
     paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     names = zip(paths, names_of_dims(model, params, mesh), strict=True)
     return params, {path: dims for path, dims in names if any(dims)}
+
+
+def used_axes(model: Model, settings: schema.Mesh) -> set[str]:
+    """Mesh axes that may split a dim of a parameter, by the names of the dims."""
+    _, names = named_params(model, settings)
+    dims = {dim for logical in names.values() for dim in logical if dim}
+    return {axis for dim in dims for axis in RULES.get(dim, ())}
 
 
 def without_layers(names: Names) -> Names:

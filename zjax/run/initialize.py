@@ -1,6 +1,7 @@
 """Turns a user's model, optimizer, loss and config into a run."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from zjax.config.check import check_config
 from zjax.config.load import load_beside
 from zjax.data.entries import check_batch, entries_of
 from zjax.errors import ConfigError, ModelError, Problem
+from zjax.estimate.mesh import choose_mesh, is_open
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import adapter
 from zjax.models.contract import with_cast
@@ -17,6 +19,7 @@ from zjax.optim.build import with_clipping_as_set
 from zjax.run.batch import with_batch_sizes
 from zjax.run.build import Run, start_run, unread_schedule
 from zjax.run.without_effect import check_axes, check_has_effect
+from zjax.settings.axes import close_axes
 from zjax.settings.derived import is_offered
 from zjax.settings.schema import Config
 from zjax.sharding.activations import rows_of
@@ -99,7 +102,15 @@ def initialize(
     num_rows = max(sizes, default=1)
     if _takes_rows(config):
         config = dataclasses.replace(config, global_batch_size=num_rows)
-    check_config(config, len(devices), user_model=True, user_optimizer=tx is not None)
+    given = config.mesh
+    config = dataclasses.replace(config, mesh=close_axes(given))
+    check = functools.partial(
+        check_config,
+        num_devices=len(devices),
+        user_model=True,
+        user_optimizer=tx is not None,
+    )
+    check(config)
     config = _with_rows(config, num_rows, len(devices))
     check_has_effect(config, model)
     _check_loss(model, loss_fn)
@@ -113,7 +124,6 @@ def initialize(
             cast=cast,
             adapters=config.lora,
         )
-        check_axes(config, len(devices), model, batch)
     else:
         model = dataclasses.replace(model, entries=entries)
         model = with_cast(model, batch, cast)
@@ -123,6 +133,12 @@ def initialize(
     with dtype_promotion():
         if tx is not None and loss_fn is not None:
             tx = adapter.adapt_optimizer(tx, user_model, model)
+    if is_open(given):
+        config = dataclasses.replace(config, mesh=given)
+        config = choose_mesh(config, devices, tx, (model, batch))
+        check(config)
+    if loss_fn is not None:
+        check_axes(config, len(devices), model, batch)
     return start_run(config, model, tx, schedule=schedule, devices=devices, batch=batch)
 
 

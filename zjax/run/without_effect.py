@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from absl import logging
 
 from zjax.errors import ConfigError, ModelError, Problem
-from zjax.optim.groups import named_params
+from zjax.optim.groups import used_axes
 from zjax.settings import choices, schema
 from zjax.settings.parameters import is_adapter
 from zjax.sharding import mesh as meshes
-from zjax.sharding.mesh import RULES
 from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
 from zjax.stack.forward import StackLoss, name_of_loss, runs_stack
@@ -47,9 +46,7 @@ def check_axes(
         problem = "shards no array of the batch"
         remedy = "give arrays with a second dim, or use 1"
         raise ConfigError(Problem("mesh.sequence", size, problem, remedy))
-    _, names = named_params(model, config.mesh)
-    dims = {dim for logical in names.values() for dim in logical if dim}
-    used = {axis for dim in dims for axis in RULES.get(dim, ())}
+    used = used_axes(model, config.mesh)
     for axis in (meshes.EXPERT, meshes.TENSOR):
         if sizes[axis] > 1 and axis not in used and jax.process_index() == 0:
             text = "mesh.%s=%s shards no dim of a parameter; name dims in mesh.rules"
