@@ -63,9 +63,9 @@ def plainly(model):
 
 def test_a_pipeline_drops_what_a_loop_over_layers_drops():
     """Fails if a slot is whole or cut in one stage alone, draws by its slot or device,
-    or if layers that fill up a stage run."""
-    pipeline = "mesh.pipeline=2 mesh.data=2 zero.stage=2 pipeline.recompute=False"
-    config = features.config_of(TOKENS + LAYERS + pipeline)
+    or if layers that fill up a stage run. A span of one layer draws as that layer."""
+    pipeline = "mesh.pipeline=2 mesh.data=2 zero.stage=2 pipeline.recompute=False "
+    config = features.config_of(TOKENS + LAYERS + pipeline + "random_ltd=span")
     _, found = features.train(features.start(config, 4))
     alone = features.start(features.config_of(TOKENS + LAYERS), 1, plainly)
     assert_same(found, features.train(alone)[1])
