@@ -16,7 +16,7 @@ from zjax.estimate.activations import activation_bytes
 from zjax.estimate.traced import run_flops
 from zjax.models.build import make_model
 from zjax.observe import read_history
-from zjax.observe.sinks import HISTORY
+from zjax.observe.history import HISTORY
 from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import BatchSizes
 from zjax.sharding.activations import rows_of

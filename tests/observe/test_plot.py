@@ -17,8 +17,8 @@ from zjax.observe import (
     plot_run,
     read_history,
 )
+from zjax.observe.history import HISTORY
 from zjax.observe.plot import describe_load, has_load, relative_load
-from zjax.observe.sinks import HISTORY
 from zjax.parallel.pipeline_schedule import make_schedule
 from zjax.run import reports as schedules
 from zjax.run.plan_report import report_plan

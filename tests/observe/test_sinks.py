@@ -13,7 +13,7 @@ from tests.observe.disk import full_disk
 from tests.support.refusals import config_error, output_error
 from zjax.errors import OutputError
 from zjax.observe import make_sinks, read_history
-from zjax.observe.sinks import HISTORY, check_directory
+from zjax.observe.history import HISTORY, check_directory
 from zjax.settings import schema
 
 

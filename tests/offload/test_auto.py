@@ -25,6 +25,7 @@ from tests.support.offload import (
     train,
 )
 from zjax.errors import ConfigError, PlanError
+from zjax.estimate import tables
 from zjax.processes import host
 from zjax.run import fit
 from zjax.run.plan_report import report_plan
@@ -62,7 +63,7 @@ def machine(monkeypatch):
 
     def give(on_devices, on_host=None):
         needed, whole = sizes()
-        capacity = (needed + on_devices * whole) / fit.DEVICE_SHARE
+        capacity = (needed + on_devices * whole) / tables.DEVICE_SHARE
         monkeypatch.setattr(fit, "device_capacity_bytes", lambda mesh: capacity)
         if on_host is not None:
             pinned = fit.POOL_RATIO * on_host * whole
@@ -177,7 +178,7 @@ def test_a_model_of_your_own_is_asked_with_its_batch(monkeypatch):
     peak = moved.step.predict_peak(batch).total
 
     def plan_with(room):
-        capacity = (peak + room) / fit.DEVICE_SHARE
+        capacity = (peak + room) / tables.DEVICE_SHARE
         monkeypatch.setattr(fit, "device_capacity_bytes", lambda mesh: capacity)
         return state_bytes(run("auto").plan)
 

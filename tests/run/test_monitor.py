@@ -16,8 +16,8 @@ from zjax.estimate.traced import run_flops
 from zjax.models.build import make_model
 from zjax.models.flops import flops_per_token
 from zjax.observe import read_history
+from zjax.observe.history import HISTORY
 from zjax.observe.metrics import Throughput
-from zjax.observe.sinks import HISTORY
 from zjax.run import monitor as monitors
 from zjax.run.monitor import Monitor, make_throughput
 from zjax.schedule.training import TrainingSchedule

@@ -11,7 +11,7 @@ from zjax.checkpoint.tokenizer import tokenizer_of_run, write_tokenizer
 from zjax.config.load import saved_config
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path, new_file
-from zjax.weights import layers, peft
+from zjax.weights import huggingface, layers, peft
 from zjax.weights.config_json import CONFIG_NAME
 from zjax.weights.files import (
     cast,
@@ -20,12 +20,6 @@ from zjax.weights.files import (
     write_file,
     write_json,
     write_shards,
-)
-from zjax.weights.huggingface import (
-    config_of,
-    find_kind,
-    model_tensors,
-    report_dropouts,
 )
 from zjax.weights.peft_tensors import TENSORS_NAME
 from zjax.weights.source import cached
@@ -96,13 +90,15 @@ def export_huggingface(
     step = store.latest() if step is None else step
     config = saved_config(store.extra(step))
     model, start = config.model, _find_start(config.checkpoint.init_from)
-    kind = find_kind(model)
-    report_dropouts(model, kind)
+    kind = huggingface.find_kind(model)
+    huggingface.report_dropouts(model, kind)
     source, _ = open_weights(store, part, step)
-    source = cast(model_tensors(source, model, kind, str(store.directory)), dtype)
+    source = cast(
+        huggingface.model_tensors(source, model, kind, str(store.directory)), dtype
+    )
     with new_folder(path) as folder:
         dtype = next(iter(source.entries.values())).dtype
-        values = config_of(model, kind) | {"dtype": dtype}
+        values = huggingface.config_of(model, kind) | {"dtype": dtype}
         # Replaces the null ids of `config_of`.
         values |= write_tokenizer(folder, tokenizer_of_run(store, step), start)
         write_json(folder / CONFIG_NAME, values)
@@ -150,7 +146,7 @@ def export_peft(
         problem = "gives tables rows that the base of an adapter lacks"
         field = "checkpoint.resize_vocabulary"
         raise ConfigError(Problem(field, True, problem, peft.MERGES))
-    kind = find_kind(config.model, "leave out --format=peft")
+    kind = huggingface.find_kind(config.model, "leave out --format=peft")
     source, _ = open_weights(store, part, step, merges_adapters=False)
     source, values = peft.adapter_tensors(source, config.model, config.lora, kind)
     source = cast(source, dtype)

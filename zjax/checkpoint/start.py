@@ -18,28 +18,20 @@ from zjax.files import local_path
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.average import Part, choose_part
 from zjax.weights import adapters, layers
+from zjax.weights import source as sources
 from zjax.weights.codes import without_codes
 from zjax.weights.config_json import CONFIG_NAME, model_settings
 from zjax.weights.files import open_files, tensor_name
 from zjax.weights.pieces import Read, place_pieces
 from zjax.weights.saved import place_slices
-from zjax.weights.source import (
-    Entry,
-    Index,
-    Source,
-    cached,
-    check_same,
-    describe_plans,
-    is_floating,
-    is_key,
-    name_leaves,
-)
 
-Adapt = Callable[[Source, Mapping[str, Entry]], Source]
+Adapt = Callable[[sources.Source, Mapping[str, sources.Entry]], sources.Source]
 """Function of a source and the expected entries that renames or converts arrays."""
 
 
-def _unchanged(source: Source, expected: Mapping[str, Entry]) -> Source:
+def _unchanged(
+    source: sources.Source, expected: Mapping[str, sources.Entry]
+) -> sources.Source:
     return source
 
 
@@ -82,24 +74,24 @@ def iter_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Iterator[A
 
 
 def place_weights(
-    source: Source, plans: Any, path: str, adapt: Adapt = _unchanged
+    source: sources.Source, plans: Any, path: str, adapt: Adapt = _unchanged
 ) -> Iterator[Any]:
     """Yields weights of an open source; `path` is for messages."""
     return place_pieces(_match(source, plans, path, adapt))
 
 
 def _match(
-    source: Source, plans: Any, path: str, adapt: Adapt
+    source: sources.Source, plans: Any, path: str, adapt: Adapt
 ) -> list[tuple[Read, ArrayPlan]]:
     """Returns a slice reader and the plan of each array, after a check of all names."""
-    named = {tensor_name(name): r for name, r in name_leaves(plans).items()}
-    expected = describe_plans(named)
+    named = {tensor_name(name): r for name, r in sources.name_leaves(plans).items()}
+    expected = sources.describe_plans(named)
     found = layers.match_layout(adapt(source, expected), expected)
-    check_same(expected, found.entries, path, cast=expected)
+    sources.check_same(expected, found.entries, path, cast=expected)
     return [(functools.partial(found.read, name), plan) for name, plan in named.items()]
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str) -> sources.Source:
     """Opens safetensors files or a run, by tensor name."""
     place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     steps = find_steps(place)
@@ -108,10 +100,12 @@ def open_source(path: str) -> Source:
     return open_run(Store(str(steps)))
 
 
-def open_run(store: Store) -> Source:
+def open_run(store: Store) -> sources.Source:
     """Opens the newest weights of a run for evaluation, by tensor name."""
     source, _ = open_weights(store)
-    return cached(source.renamed({tensor_name(name): name for name in source.entries}))
+    return sources.cached(
+        source.renamed({tensor_name(name): name for name in source.entries})
+    )
 
 
 def find_config(init_from: str) -> pathlib.Path | None:
@@ -145,7 +139,7 @@ def open_weights(
     step: int | None = None,
     *,
     merges_adapters: bool = True,
-) -> tuple[Source, Part]:
+) -> tuple[sources.Source, Part]:
     """Opens weights by path in the model, and returns the chosen kind as well."""
     step = store.latest() if step is None else step  # fixed: newer ones may appear
     saved = store.source(step)
@@ -163,7 +157,7 @@ def open_weights(
     return adapters.merged(whole, lora) if lora else whole, chosen
 
 
-def averaged(source: Source) -> Source:
+def averaged(source: sources.Source) -> sources.Source:
     """Averages parameters as `optax.contrib.schedule_free_eval_params` does."""
     states, names = _states(source.entries), dict[str, tuple[str, str]]()
     for name in source.entries:
@@ -172,14 +166,16 @@ def averaged(source: Source) -> Source:
         if path != name and (state := next(held, None)):
             names[name] = f"{state}/b1", f"{state}/z/{path}"
 
-    def read(name: str, index: Index) -> np.ndarray:
+    def read(name: str, index: sources.Index) -> np.ndarray:
         b1_name, z_name = names[name]
         y, z = (source.read(x, index) for x in (name, z_name))
         b1 = np.asarray(source.read_all(b1_name), np.float32)
         average = (y.astype(np.float32) - (1 - b1) * z.astype(np.float32)) / b1
         return average.astype(y.dtype)
 
-    return source.joined(Source({name: source.entries[name] for name in names}, read))
+    return source.joined(
+        sources.Source({name: source.entries[name] for name in names}, read)
+    )
 
 
 def _states(names: Collection[str]) -> list[str]:
@@ -199,22 +195,22 @@ def load_model_state(path: str, initial: Any, plans: Any) -> Any:
     Random keys, and arrays that the source lacks, keep initial values. One warning
     names the statistics among the latter.
     """
-    named = name_leaves(plans, _TREE)
-    wanted = {n: row for n, row in named.items() if not is_key(row.dtype)}
+    named = sources.name_leaves(plans, _TREE)
+    wanted = {n: row for n, row in named.items() if not sources.is_key(row.dtype)}
     if not wanted:
         return initial
     place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     steps = find_steps(place)
     saved = Store(str(steps)).source() if steps else None
     entries = saved.entries if saved else {}
-    expected = describe_plans(wanted)
+    expected = sources.describe_plans(wanted)
     held = {name: x for name, x in expected.items() if name in entries}
-    statistics = [n for n, e in expected.items() if is_floating(e.dtype)]
+    statistics = [n for n, e in expected.items() if sources.is_floating(e.dtype)]
     missing = [name for name in statistics if name not in held]
     if missing and jax.process_index() == 0:
         _warn(path, missing)
-    check_same(held, {n: entries[n] for n in held}, path, cast=held)
-    first = name_leaves(initial, _TREE)
+    sources.check_same(held, {n: entries[n] for n in held}, path, cast=held)
+    first = sources.name_leaves(initial, _TREE)
     arrays = [
         place_slices(saved.read_all(name).__getitem__, named[name])
         if saved and name in held

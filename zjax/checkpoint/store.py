@@ -14,16 +14,10 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import arrays, replicas
+from zjax.checkpoint import arrays, replicas, writer
 from zjax.checkpoint import steps as directories
 from zjax.checkpoint.sums import LINKED, Task
 from zjax.checkpoint.verify import Reader
-from zjax.checkpoint.writer import (
-    barrier_name,
-    check_finite,
-    start_write,
-    wait_for_write,
-)
 from zjax.errors import CheckpointError, ZjaxError, check_installed
 from zjax.processes.barrier import barrier
 from zjax.sharding.placement import ArrayPlan
@@ -112,18 +106,18 @@ class Store(Reader):
         }
         self._saving = step
         try:
-            with barrier(barrier_name(partial, "check")):
+            with barrier(writer.barrier_name(partial, "check")):
                 self._check_directory(step)
                 for array in on_disk.values():
                     array.check_held()
             # Outside of barriers: all devices take part, and a process that failed
             # before would leave the others waiting.
-            check_finite(leaves, named, step)
-            with barrier(barrier_name(partial, "begin")):
+            writer.check_finite(leaves, named, step)
+            with barrier(writer.barrier_name(partial, "begin")):
                 if jax.process_index() == 0:
                     directories.begin(partial)
             self._has_saved = True
-            with barrier(barrier_name(partial, "copy")):
+            with barrier(writer.barrier_name(partial, "copy")):
                 linked = link(on_disk, folders, partial / LINKED)
                 copies = arrays.copy_to_host(unpadded)
         # A lost device or process is not a fault of the files: other code reports it.
@@ -131,7 +125,7 @@ class Store(Reader):
             raise
         except Exception as error:
             raise self._abandon(step, error) from error
-        self._writing = start_write(
+        self._writing = writer.start_write(
             partial,
             unpadded if copies is None else copies,
             index_text,
@@ -155,7 +149,7 @@ class Store(Reader):
         if writing is None:
             return
         try:
-            wait_for_write(writing)
+            writer.wait_for_write(writing)
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:

@@ -15,13 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from absl import logging
 
-from zjax.data import tables
-from zjax.data.conversations import (
-    FIELDS,
-    Conversation,
-    read_conversation,
-    without_nulls,
-)
+from zjax.data import conversations, tables
 from zjax.data.tables import REFUSED, BrokenRecords
 from zjax.errors import DataError, Problem, find_fault
 from zjax.files import parse_json
@@ -62,7 +56,7 @@ class Document(NamedTuple):
 
     text: str
     num_bytes: int
-    talk: Conversation | None = None
+    talk: conversations.Conversation | None = None
     begins: bool = True
     ends: bool = True
     tokens: tables.TokenIds | None = None
@@ -127,7 +121,7 @@ def read_conversations(
         problem, remedy = "is no file of conversations", "use JSON Lines or Parquet"
         raise DataError(_problem(path, problem, remedy))
     for where, record, num_bytes in records:
-        talk = broken.read(read_conversation, record, path, where)
+        talk = broken.read(conversations.read_conversation, record, path, where)
         if talk is None:
             continue
         _tell_unread(path, talk.unread, told)
@@ -140,15 +134,17 @@ def _read_rows(
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields position, record and bytes of each row of a table."""
     with tables.open_table(path) as table:
-        columns = [name for name in table.names if name in FIELDS]
+        columns = [name for name in table.names if name in conversations.FIELDS]
         if not columns:
             problem = f"has no column of a conversation, only {_named(table.names)}"
             raise DataError(_problem(path, problem, "name one 'messages'"))
-        _tell_unread(path, [n for n in table.names if n not in FIELDS], told)
+        _tell_unread(
+            path, [n for n in table.names if n not in conversations.FIELDS], told
+        )
         rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
             # Tables have every key in every row, filled with nulls.
-            yield f"row {number}", without_nulls(row), table.row_bytes
+            yield f"row {number}", conversations.without_nulls(row), table.row_bytes
 
 
 def _tell_unread(path: pathlib.Path, names: Sequence[str], told: set[str]) -> None:

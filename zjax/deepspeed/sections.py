@@ -9,22 +9,12 @@ from typing import Any
 from zjax import files
 from zjax.deepspeed import batch, efficiency, optimizer, precision, table, zero
 from zjax.deepspeed.reading import read_file
-from zjax.deepspeed.table import (
-    Conversion,
-    If,
-    Meanings,
-    No,
-    Section,
-    Values,
-    derived,
-    refusal,
-)
 from zjax.errors import ConfigError, Problem
 from zjax.settings.derived import is_offered
 from zjax.settings.mappings import merge
 
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": "csv"}
-FILES = {"enabled": If(None), "output_path": "", "job_name": ""}
+FILES = {"enabled": table.If(None), "output_path": "", "job_name": ""}
 NO_EFFECT = {
     "wall_clock_breakdown": "metrics have the seconds of a step; see observe.profile",
     "memory_breakdown": "zjax plan prints the memory of every array",
@@ -48,8 +38,8 @@ COMPILE = (
 )
 COMET = ("project", "workspace", "api_key", "experiment_name", "experiment_key")
 COMET += ("online", "mode")
-WANDB = {"enabled": If(None), "group": None, "team": None, "project": ""}
-TUNED = derived("zjax tune --ds_config=FILE tries what it would try")
+WANDB = {"enabled": table.If(None), "group": None, "team": None, "project": ""}
+TUNED = table.derived("zjax tune --ds_config=FILE tries what it would try")
 UNREAD = {
     "comms_logger": "zjax plan --collectives lists what a step sends",
     "flops_profiler": "metrics have mfu; observe.profile takes a trace",
@@ -84,13 +74,13 @@ ON_BY_DEFAULT = ("weight_quantization",)
 """Sections of `UNSUPPORTED` that are on unless the file turns them off."""
 
 
-def _sink(values: Values) -> Meanings | str:
+def _sink(values: table.Values) -> table.Meanings | str:
     """Meanings of a section of a metric sink."""
     sinks = [
         sink for section, sink in SINKS.items() if values.found[f"{section}.enabled"]
     ]
-    written = derived("metrics are written to the directory of the run")
-    meanings: Meanings = {
+    written = table.derived("metrics are written to the directory of the run")
+    meanings: table.Meanings = {
         # The setting replaces the default, which has the first two.
         "enabled": {"observe.sinks": ("console", "jsonl", *sinks)},
     }
@@ -99,7 +89,7 @@ def _sink(values: Values) -> Meanings | str:
     return meanings | dict.fromkeys(("output_path", "job_name"), written)
 
 
-def _unsupported(values: Values) -> Meanings | str:
+def _unsupported(values: table.Values) -> table.Meanings | str:
     """Meaning of a section that is refused, as a whole, if a switch in it is on."""
     found, name = values.found, values.path
     inside = found.inside(name)
@@ -116,36 +106,38 @@ def _unsupported(values: Values) -> Meanings | str:
     return {"": refused, "*": refused}
 
 
-def _checkpoint(values: Values) -> Meanings | str:
+def _checkpoint(values: table.Values) -> table.Meanings | str:
     """Meanings of `checkpoint`."""
     modes, why = ("ignore", "warn", "fail"), "a checkpoint opens on any mesh"
-    unknown = refusal(f"use one of {', '.join(modes)}", "is not a choice")
+    unknown = table.refusal(f"use one of {', '.join(modes)}", "is not a choice")
     known = values["tag_validation"].lower() in modes
     return {"tag_validation": why if known else unknown, "*": why}
 
 
 SECTIONS = (
     *(
-        Section(
+        table.Section(
             name,
             WANDB if name == "wandb" else FILES,
             _sink,
-            rest=refusal("leave it out"),
+            rest=table.refusal("leave it out"),
             is_strict=True,
         )
         for name in SINKS
     ),
-    Section("autotuning", rest=TUNED),
+    table.Section("autotuning", rest=TUNED),
     *(
-        Section(name, CHECKED.get(name, {}), _unsupported, is_strict=name in CHECKED)
+        table.Section(
+            name, CHECKED.get(name, {}), _unsupported, is_strict=name in CHECKED
+        )
         for name in UNSUPPORTED
     ),
-    Section("checkpoint", {"tag_validation": "warn"}, _checkpoint),
+    table.Section("checkpoint", {"tag_validation": "warn"}, _checkpoint),
     *(
-        Section(name, CHECKED.get(name, {}), rest=why, is_strict=name in CHECKED)
+        table.Section(name, CHECKED.get(name, {}), rest=why, is_strict=name in CHECKED)
         for name, why in UNREAD.items()
     ),
-    Section("", {key: No(why) for key, why in NO_EFFECT.items()}),
+    table.Section("", {key: table.No(why) for key, why in NO_EFFECT.items()}),
 )
 
 
@@ -165,16 +157,16 @@ THEIRS = (
 """Keys of DeepSpeed that are not settings of zjax."""
 
 
-def convert(values: Any) -> Conversion:
+def convert(values: Any) -> table.Conversion:
     """Converts the keys and values of a ds_config as DeepSpeed 0.19 reads it."""
     if not isinstance(values, Mapping):
         remedy = "give the keys and values of a ds_config.json"
         problem = f"is a {type(values).__name__}"
         raise ConfigError(Problem("ds_config", values, problem, remedy))
-    return Conversion(values, TABLE)
+    return table.Conversion(values, TABLE)
 
 
-def read(path: str | os.PathLike[str]) -> Conversion:
+def read(path: str | os.PathLike[str]) -> table.Conversion:
     """Reads and converts a ds_config.json."""
     return convert(read_file(pathlib.Path(files.local_path("ds_config", path))))
 
@@ -205,7 +197,7 @@ def check_optimizer_is_given(source: Any) -> None:
         raise ConfigError(*found.problems())
 
 
-def config_file(found: Conversion) -> str:
+def config_file(found: table.Conversion) -> str:
     """Formats the settings as a Python config file for `zjax train --config`."""
     lines = [
         "from zjax.config import base",
@@ -232,7 +224,7 @@ def _literal(value: Any) -> str:
     return 'float("inf")' if value == math.inf else repr(value)
 
 
-def table_rows(found: Conversion) -> list[tuple[str, ...]]:
+def table_rows(found: table.Conversion) -> list[tuple[str, ...]]:
     """Cells of a table: key, value, verdict and note, with a heading per section."""
     rows, last = list[tuple[str, ...]](), ""
     for row in found.rows:
@@ -246,7 +238,7 @@ def table_rows(found: Conversion) -> list[tuple[str, ...]]:
     return rows
 
 
-def summary(found: Conversion) -> str:
+def summary(found: table.Conversion) -> str:
     """Counts the keys of each verdict."""
     verdicts: Sequence[str] = [row.verdict for row in found.rows if not row.is_default]
     counts = {name: verdicts.count(name) for name in dict.fromkeys(verdicts)}

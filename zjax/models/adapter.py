@@ -13,22 +13,8 @@ from flax import nnx as flax_nnx
 from zjax.data.entries import entries_of
 from zjax.errors import ModelError, Problem
 from zjax.jaxprs.versions import dtype_promotion
-from zjax.models import linen, lora, nnx
-from zjax.models.contract import (
-    call_loss,
-    check_model_state,
-    check_params,
-    evaluate_loss,
-    with_cast,
-    without_weak_types,
-)
-from zjax.models.submodel import (
-    Started,
-    Submodel,
-    combine,
-    names_only,
-    submodel_of_functions,
-)
+from zjax.models import contract, linen, lora, nnx
+from zjax.models import submodel as submodels
 from zjax.ops.keys import fold_name, loss_key
 from zjax.settings import schema
 from zjax.sharding.naming import path_of
@@ -108,7 +94,7 @@ def adapt(
 
     @contextlib.contextmanager
     def user_code() -> Iterator[None]:
-        with names_only(), dtype_promotion(promotion):
+        with submodels.names_only(), dtype_promotion(promotion):
             yield
 
     with user_code():
@@ -116,15 +102,19 @@ def adapt(
     example = jax.eval_shape(lambda batch: batch, batch)
 
     @user_code()
-    def start(key: jax.Array) -> Started:
+    def start(key: jax.Array) -> submodels.Started:
         view, started = submodel.start(fold_name(key, "model"))
         # Linen creates variables in calls: the loss runs once, on zeros.
         if submodel.needs_calls:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example)
-            call_loss(loss_fn, view, zeros, loss_key(key))
+            contract.call_loss(loss_fn, view, zeros, loss_key(key))
         params, model_state, logical = started()
-        check_params(model, params)
-        return without_weak_types(params), without_weak_types(model_state), logical
+        contract.check_params(model, params)
+        return (
+            contract.without_weak_types(params),
+            contract.without_weak_types(model_state),
+            logical,
+        )
 
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         return start(key)[:2]
@@ -137,12 +127,12 @@ def adapt(
             # Each attempt of an evaluation gets a new view, as a failed one may be
             # changed.
             view = functools.partial(submodel.resume, params, model_state, None)
-            value, weight, metrics = evaluate_loss(loss_fn, view, batch)
+            value, weight, metrics = contract.evaluate_loss(loss_fn, view, batch)
             return Loss(value, weight, model_state, metrics)
         view = submodel.resume(params, model_state, fold_name(key, "model"))
-        value, weight, metrics = call_loss(loss_fn, view, batch, loss_key(key))
-        after = without_weak_types(submodel.model_state(view))
-        check_model_state(model_state, after)
+        value, weight, metrics = contract.call_loss(loss_fn, view, batch, loss_key(key))
+        after = contract.without_weak_types(submodel.model_state(view))
+        contract.check_model_state(model_state, after)
         return Loss(value, weight, after, metrics)
 
     def bind(params: Params, model_state: ModelState) -> Any:
@@ -168,7 +158,7 @@ def adapt(
         inputs=example,
         entries=entries,
     )
-    return with_cast(adapted, example, cast)
+    return contract.with_cast(adapted, example, cast)
 
 
 def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
@@ -182,10 +172,10 @@ def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
 
 def _make_submodel(
     model: Any, field: str, adapters: schema.Lora | None = None, prefix: str = ""
-) -> Submodel:
+) -> submodels.Submodel:
     """Makes the submodel of a model of any kind; `field` names it in messages."""
     if isinstance(model, dict) and model and all(isinstance(n, str) for n in model):
-        return combine(
+        return submodels.combine(
             {
                 n: _make_submodel(
                     m, f"{field}.{n}", adapters, f"{prefix}/{n}".strip("/")
@@ -208,7 +198,7 @@ def _make_submodel(
         return nnx.make_submodel(model, field, change)
     init, apply = _init_and_apply(model)
     if init is not None and callable(apply):
-        return submodel_of_functions(init, apply)
+        return submodels.submodel_of_functions(init, apply)
     if callable(model):
         return nnx.make_submodel(model, field, change)
     text, remedy = "is not a model", f"use {KINDS}"
@@ -222,7 +212,7 @@ def _init_and_apply(model: Any) -> tuple[Any, Any]:
     return getattr(model, "init", None), getattr(model, "apply", None)
 
 
-def _trace(start: Callable[[jax.Array], Started]) -> tuple[Any, Any]:
+def _trace(start: Callable[[jax.Array], submodels.Started]) -> tuple[Any, Any]:
     """Traces `start` to abstract parameters and model state, and names of dims."""
     # Names are not arrays, so they leave the trace as a side effect.
     names: list[Any] = []

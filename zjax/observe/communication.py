@@ -16,15 +16,8 @@ from zjax.observe.collectives import (
 )
 from zjax.ops.tokens import EXCHANGED
 from zjax.sharding import memory
+from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import format_bytes, render_table
-from zjax.sharding.mesh import (
-    BATCH_AXES,
-    PIPELINE,
-    REPLICA,
-    ZERO_AXES,
-    axes_of,
-    num_shares,
-)
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
 from zjax.sharding.roles import trained
@@ -45,8 +38,8 @@ def link_bytes(
 ) -> LinkBytes:
     """Counts the bytes that one node sends in one run of a program."""
     return LinkBytes(
-        bytes_inside_node(collectives, mesh, REPLICA),
-        bytes_leaving_node(collectives, mesh, REPLICA),
+        bytes_inside_node(collectives, mesh, meshes.REPLICA),
+        bytes_leaving_node(collectives, mesh, meshes.REPLICA),
     )
 
 
@@ -105,11 +98,11 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     computed = trained(plan.compute, plan.master)
     rows = zip(jax.tree.leaves(plan.grads), jax.tree.leaves(computed), strict=True)
     for grad, compute in rows:
-        shares = num_shares(plan.mesh, sum(grad.gathered_axes, ()))
+        shares = meshes.num_shares(plan.mesh, sum(grad.gathered_axes, ()))
         shard = math.prod(grad.stored.shard_shape(grad.stored_shape))
         if shares > 1:
             total += shard * shares * (reductions + gathers)
-        if num_shares(plan.mesh, _all_reduced_axes(grad)) > 1:
+        if meshes.num_shares(plan.mesh, _all_reduced_axes(grad)) > 1:
             # An all-reduce counts twice.
             total += 2 * shard * reductions
         # A secondary partition is filled once per step.
@@ -120,8 +113,8 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
 
 def _all_reduced_axes(grad: ArrayPlan) -> list[str]:
     """Batch and length axes that shard neither a gradient sum nor a term of the sum."""
-    sharding = sum(axes_of(grad.spec, len(grad.shape)), ())
-    axes = dict.fromkeys((*BATCH_AXES, *ZERO_AXES))
+    sharding = sum(meshes.axes_of(grad.spec, len(grad.shape)), ())
+    axes = dict.fromkeys((*meshes.BATCH_AXES, *meshes.ZERO_AXES))
     return [axis for axis in axes if axis not in sharding]
 
 
@@ -180,7 +173,9 @@ def _describe_volume(
     sends_messages: bool,
 ) -> str:
     """Table of moved elements, beside the volume of the ZeRO stage."""
-    axes = [a for a in (*BATCH_AXES, *ZERO_AXES) if plan.mesh.shape[a] > 1]
+    axes = [
+        a for a in (*meshes.BATCH_AXES, *meshes.ZERO_AXES) if plan.mesh.shape[a] > 1
+    ]
     volume = exchanged = 0
     for each in collectives:
         # Exchanges of tokens share axes with ZeRO, but belong to no stage.
@@ -204,12 +199,12 @@ def _describe_volume(
 
 def _communicates_in_ticks(plan: Plan) -> bool:
     """Whether every pipeline tick reduces gradients."""
-    return plan.mesh.shape[PIPELINE] > 1 and plan.splits.grad_sum
+    return plan.mesh.shape[meshes.PIPELINE] > 1 and plan.splits.grad_sum
 
 
 def _pipeline_notes(plan: Plan) -> list[str]:
     """Notes on communication that a pipeline adds or hides."""
-    notes = [STAGES_NOTE] if plan.mesh.shape[PIPELINE] > 1 else []
+    notes = [STAGES_NOTE] if plan.mesh.shape[meshes.PIPELINE] > 1 else []
     if _communicates_in_ticks(plan):
         notes.append(TICKS_NOTE.format(stage=plan.stage))
     return notes

@@ -19,16 +19,8 @@ from absl import logging
 
 from zjax.errors import ConfigError, Problem, check_installed
 from zjax.files import read_text, writing
+from zjax.observe import history
 from zjax.observe.delivery import CLOSE_SECONDS, Delivery
-from zjax.observe.history import (
-    HISTORY,
-    Table,
-    check_directory,
-    json_line,
-    read_csv,
-    read_json_lines,
-    replace_text,
-)
 from zjax.observe.metrics import Value, scalars
 from zjax.observe.progress import Progress
 from zjax.settings.schema import Observe
@@ -67,11 +59,11 @@ def make_sinks(
     check_sinks(observe)
     if jax.process_index() != 0:
         return ()
-    check_directory(os.fspath(directory))
+    history.check_directory(os.fspath(directory))
     root = pathlib.Path(directory)
     make = {
         "console": lambda: Progress(num_steps),
-        "jsonl": lambda: JsonLines(root / HISTORY, last_step=last_step),
+        "jsonl": lambda: JsonLines(root / history.HISTORY, last_step=last_step),
         "csv": lambda: Csv(root / "metrics.csv", last_step=last_step),
         "tensorboard": lambda: TensorBoard(root / "tensorboard", last_step=last_step),
     }
@@ -124,16 +116,16 @@ class JsonLines:
     def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
         self._path = path
         with writing(path):
-            rows, num_damaged = read_json_lines(path) if last_step else ([], 0)
+            rows, num_damaged = history.read_json_lines(path) if last_step else ([], 0)
             _back_up(path, num_damaged)
             earlier = [row for row in rows if scalars(row)["step"] <= last_step]
-            replace_text(path, "".join(map(json_line, earlier)))
+            history.replace_text(path, "".join(map(history.json_line, earlier)))
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a line."""
         with writing(self._path):
-            self._file.write(json_line({"step": step, **values}))
+            self._file.write(history.json_line({"step": step, **values}))
             self._file.flush()
 
     def close(self) -> None:
@@ -153,7 +145,9 @@ class Csv:
     def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
         self._path = path
         with writing(path):
-            found = read_csv(path) if last_step else Table(["step"], [], 0)
+            found = (
+                history.read_csv(path) if last_step else history.Table(["step"], [], 0)
+            )
             _back_up(path, found.num_damaged)
             earlier = [row for row in found.rows if int(row["step"]) <= last_step]
             self._columns = found.columns if earlier else ["step"]
@@ -168,7 +162,7 @@ class Csv:
                 # A new column changes the header, so the file is written anew.
                 self._file.close()
                 self._columns += new
-                self._rewrite(read_csv(self._path).rows)
+                self._rewrite(history.read_csv(self._path).rows)
             self._writer.writerow({"step": step, **values})
             self._file.flush()
 
@@ -183,7 +177,7 @@ class Csv:
         writer = csv.DictWriter(table, self._columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        replace_text(self._path, table.getvalue())
+        history.replace_text(self._path, table.getvalue())
         self._file = self._path.open("a", encoding="utf-8", newline="")
         self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
 

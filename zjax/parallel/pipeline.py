@@ -24,14 +24,8 @@ import numpy as np
 
 from zjax.ops import shards
 from zjax.ops.keys import fold_in
+from zjax.parallel import block_passes, sums
 from zjax.parallel import slots as arrays
-from zjax.parallel import sums
-from zjax.parallel.block_passes import (
-    BlockPasses,
-    SplitBackward,
-    differentiate_in_passes,
-    split_backward,
-)
 from zjax.parallel.pipeline_schedule import (
     IDLE,
     Kind,
@@ -517,12 +511,14 @@ class _Step:
         split = self.split(tick, residuals, self.stream)
         return split.params(*tick.args(residuals), operands), ()
 
-    def passes(self, tick: StageTick, stream: Any) -> BlockPasses:
-        return differentiate_in_passes(self.chunk, *tick.args(stream))
+    def passes(self, tick: StageTick, stream: Any) -> block_passes.BlockPasses:
+        return block_passes.differentiate_in_passes(self.chunk, *tick.args(stream))
 
-    def split(self, tick: StageTick, residuals: Any, cotangent: Any) -> SplitBackward:
+    def split(
+        self, tick: StageTick, residuals: Any, cotangent: Any
+    ) -> block_passes.SplitBackward:
         backward = self.passes(tick, cotangent).backward
-        return split_backward(backward, *tick.args(residuals), cotangent)
+        return block_passes.split_backward(backward, *tick.args(residuals), cotangent)
 
     def chunk(self, learned: ChunkLayers, stream: Any, nondiff: Any) -> Any:
         """Runs a chunk with frozen layers filled in."""

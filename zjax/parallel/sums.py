@@ -13,16 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.jaxprs.program import (
-    RESHAPES,
-    Program,
-    apply,
-    is_in,
-    like,
-    names_among,
-    sizes,
-    trace,
-)
+from zjax.jaxprs import program as traced
 from zjax.typing import Params
 
 
@@ -55,8 +46,8 @@ def add_in_products(
     `function(*args)` returns gradients and other results. A gradient that is no
     product, or that other results depend on, is computed and then added.
     """
-    program, (grads, other) = trace(function, *args)
-    (num_grads,) = sizes(grads)
+    program, (grads, other) = traced.trace(function, *args)
+    (num_grads,) = traced.sizes(grads)
     grad_outputs, outs = program.outputs[:num_grads], program.outputs[num_grads:]
     paths = _paths_from_products(program, grad_outputs)
     pairs = zip(paths, grad_outputs, strict=True)
@@ -68,27 +59,31 @@ def add_in_products(
         inputs = [next(values) for _ in names]
         x = _follow(path, inputs, total.dtype) if path else inputs[0]
         added.append(total + x.astype(total.dtype))
-    return like(totals, added), like(other, list(values))
+    return traced.like(totals, added), traced.like(other, list(values))
 
 
 _PRODUCT = "dot_general"
-_MOVES = RESHAPES | {"convert_element_type"}
+_MOVES = traced.RESHAPES | {"convert_element_type"}
 """Primitives allowed between a product and the gradient."""
 
 
-def _paths_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
+def _paths_from_products(program: traced.Program, names: list[Any]) -> list[list[Any]]:
     """Finds the equations from a product to each result; empty without such a path.
 
     A result that is rounded to integers or to float8 is rounded on purpose.
     """
     makers = {x: each for each in program.equations for x in each.outvars}
     read = [program.outputs, *(each.invars for each in program.equations)]
-    readers = collections.Counter(x for atoms in read for x in names_among(atoms))
+    readers = collections.Counter(
+        x for atoms in read for x in traced.names_among(atoms)
+    )
 
     def path(name: Any) -> list[Any]:
         equations: list[Any] = []
         # With a second reader the rounded gradient is needed anyway.
-        while is_in(name, makers.keys()) and readers[name] == 1 and _is_wide(name):
+        while (
+            traced.is_in(name, makers.keys()) and readers[name] == 1 and _is_wide(name)
+        ):
             equations.insert(0, makers[name])
             kind = equations[0].primitive.name
             if kind == _PRODUCT:
@@ -113,7 +108,7 @@ def _follow(path: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
     x = _wide_product(product, left, right, dtype)
     for move in moves:
         if move.primitive.name != "convert_element_type":
-            (x,) = apply(move, [x])
+            (x,) = traced.apply(move, [x])
     return x
 
 

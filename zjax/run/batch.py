@@ -9,12 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.data.batches import (
-    ColumnDataset,
-    ColumnRows,
-    batches_problems,
-    with_columns,
-)
+from zjax.data import batches as wrapping
 from zjax.data.source import open_rows
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.run.teacher import Teacher
@@ -59,7 +54,7 @@ def end_by_epochs(
     # Runs before the config is checked.
     problems = [*range_problems(config), *beside_problems(config)]
     problems += epoch_problems(config, user_batches=batches is not None)
-    problems += batches_problems("batches", batches)
+    problems += wrapping.batches_problems("batches", batches)
     if problems:
         raise ConfigError(*problems)
     num_rows = _count_rows(config, batches)
@@ -76,9 +71,9 @@ def _count_rows(config: schema.Config, batches: Any) -> int:
     """Counts the training rows of a run."""
     if batches is None:
         return len(open_rows(config, "train"))
-    given = with_columns(batches)
-    if isinstance(given, ColumnDataset):
-        return len(ColumnRows(given))
+    given = wrapping.with_columns(batches)
+    if isinstance(given, wrapping.ColumnDataset):
+        return len(wrapping.ColumnRows(given))
     problem = "needs the number of rows, which ready batches do not say"
     remedy = "set num_steps, or give a dataset or a list of rows"
     raise ConfigError(Problem("num_epochs", config.num_epochs, problem, remedy))

@@ -11,13 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from zjax.errors import PlanError, Problem
-from zjax.estimate.tables import (
-    DEVICE_SHARE,
-    FreeBytes,
-    kept_rows,
-    num_microbatches,
-    spill_state,
-)
+from zjax.estimate import tables
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
 from zjax.offload.gradients import input_plan, saving_policy
@@ -161,9 +155,11 @@ def fit_memories(
     # State on the devices must leave room for a step and for generation.
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
     inputs = offloaded_inputs(model, plan, config, batch)
-    free = _free_for_state(plan, config, DEVICE_SHARE * capacity - needed, inputs)
+    free = _free_for_state(
+        plan, config, tables.DEVICE_SHARE * capacity - needed, inputs
+    )
     order = forward_order(model, plan.master)
-    found = spill_state(plan, order, free, config.zero.placement.nvme_paths)
+    found = tables.spill_state(plan, order, free, config.zero.placement.nvme_paths)
     _log_memories(found)
     return found
 
@@ -199,9 +195,9 @@ def check_fits(
 
     `inputs` are plans of offloaded block inputs, from `offloaded_inputs`.
     """
-    kept = kept_rows(plan, config)
+    kept = tables.kept_rows(plan, config)
     check_device_memory(plan, device_capacity_bytes(mesh), kept)
-    number = num_microbatches(plan, config)
+    number = tables.num_microbatches(plan, config)
     on_disk = memory.rows_on_disk(plan, config.zero, number)
     on_disk += [row for row in inputs if row.is_on_disk]
     gradients = memory.stored_gradients(plan, config.zero, number)
@@ -253,7 +249,7 @@ def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
 
 def _free_for_state(
     plan: Plan, config: Config, on_device: float, inputs: Sequence[ArrayPlan]
-) -> FreeBytes:
+) -> tables.FreeBytes:
     """Free bytes per device for state, agreed on by all processes."""
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
@@ -264,14 +260,14 @@ def _free_for_state(
     )
     on_disks += memory.bytes_by_memory(inputs).disks
     host = host_budget(plan, on_disks, processes) / max(1, processes.num_devices)
-    number = num_microbatches(plan, config)
+    number = tables.num_microbatches(plan, config)
     gradients = memory.stored_gradients(plan, config.zero, number)
     taken = memory.bytes_by_memory((plan.compute, inputs, gradients)).host
     free = np.array([on_device, host - taken])
     if jax.process_count() > 1:
         # Every process must plan alike: the smallest number of all hosts decides.
         free = multihost_utils.process_allgather(free).min(0)
-    return FreeBytes(*free.tolist())
+    return tables.FreeBytes(*free.tolist())
 
 
 _STATUS = "RESOURCE_EXHAUSTED"
@@ -325,7 +321,7 @@ def offloaded_inputs(
     stays = not (config.model.offloads_inputs and plan.is_offloaded)
     if stays or stack is None or not model.runs_by_block:
         return ()
-    number = num_microbatches(plan, config)
+    number = tables.num_microbatches(plan, config)
     params = jax.tree.map(
         lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), plan.compute
     )

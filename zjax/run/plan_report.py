@@ -12,16 +12,10 @@ from jax.sharding import Mesh
 
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, OutputError, Problem, ZjaxError, find_remedy
+from zjax.estimate import mesh as mesh_choice
 from zjax.estimate import tables
 from zjax.estimate.exchanges import describe_active, describe_exchanges
 from zjax.estimate.link_speed import check_link, report_link
-from zjax.estimate.mesh import (
-    Proposal,
-    describe_proposal,
-    is_open,
-    propose_mesh,
-    this_machine,
-)
 from zjax.estimate.tables import kept_rows
 from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.files import local_path
@@ -29,17 +23,9 @@ from zjax.models.build import make_model
 from zjax.observe import plot
 from zjax.offload.compiled import Peak
 from zjax.optim.build import make_optimizer
+from zjax.run import reports
 from zjax.run.batch import abstract_batch, with_batch_sizes
 from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
-from zjax.run.reports import (
-    describe_collectives,
-    describe_pipeline,
-    describe_schedule,
-    pass_costs,
-    plot_pipeline,
-    plot_schedule,
-    report_links,
-)
 from zjax.run.step import Step, make_step
 from zjax.schedule.lengths import end_by_tokens
 from zjax.schedule.training import TrainingSchedule
@@ -135,7 +121,7 @@ def report_plan(
     if link:
         parts.append(report_link(config, num_devices, link))
     parts.append(f"picture: {' and '.join(map(str, pictures))}")
-    parts += [describe_proposal(proposal)] if proposal else []
+    parts += [mesh_choice.describe_proposal(proposal)] if proposal else []
     return "\n\n".join(parts)
 
 
@@ -157,8 +143,8 @@ def _report_steps(config: Config, num_devices: int, picture: pathlib.Path) -> st
     config = with_batch_sizes(config, num_devices)
     schedule = TrainingSchedule(config, num_devices)
     with _drawing(picture):
-        plot_schedule(schedule, picture)
-    return describe_schedule(schedule)
+        reports.plot_schedule(schedule, picture)
+    return reports.describe_schedule(schedule)
 
 
 def _plan_each_zero_stage(
@@ -218,9 +204,9 @@ def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str
     batch = abstract_batch(config, step.plan)
     parts = [describe_peak(step.predict_peak(batch), platform)]
     if collectives:
-        parts.append(describe_collectives(step, config, step.compile(batch)))
+        parts.append(reports.describe_collectives(step, config, step.compile(batch)))
         if step.mesh.shape[meshes.REPLICA] > 1:
-            parts.append(report_links(step, config, batch))
+            parts.append(reports.report_links(step, config, batch))
     return parts
 
 
@@ -238,10 +224,10 @@ def _describe_refusal(
 
 def _proposal(
     config: Config, num_devices: int, device_gb: int | float, devices_per_host: int
-) -> Proposal | None:
+) -> mesh_choice.Proposal | None:
     """Proposes a mesh for the planned machine, if the config leaves mesh axes open."""
     given = {"device_gb": device_gb, "devices_per_host": devices_per_host}
-    if not is_open(config.mesh):
+    if not mesh_choice.is_open(config.mesh):
         problem, remedy = "is used only with mesh='auto'", "leave it out"
         unread = [Problem(k, x, problem, remedy) for k, x in given.items() if x]
         if unread:
@@ -254,9 +240,9 @@ def _proposal(
     machine = (
         Machine(num_devices, DEVICES_PER_HOST, 0)
         if num_devices
-        else this_machine(jax.devices())
+        else mesh_choice.this_machine(jax.devices())
     )
-    return propose_mesh(
+    return mesh_choice.propose_mesh(
         config,
         Machine(
             machine.num_devices,
@@ -290,10 +276,10 @@ def report_pipeline(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
         config.pipeline, plan.mesh.shape[meshes.PIPELINE], batch.num_microbatches
     )
     recompute = config.pipeline.recomputes
-    costs = pass_costs(recompute=recompute)
+    costs = reports.pass_costs(recompute=recompute)
     with _drawing(picture):
-        plot_pipeline(schedule, picture, costs=costs)
-    return describe_pipeline(schedule, recompute=recompute)
+        reports.plot_pipeline(schedule, picture, costs=costs)
+    return reports.describe_pipeline(schedule, recompute=recompute)
 
 
 def describe_peak(peak: Peak | None, platform: str) -> str:

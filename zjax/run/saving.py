@@ -14,14 +14,8 @@ from zjax.errors import CheckpointError, Problem
 from zjax.files import local_path
 from zjax.processes import member_files
 from zjax.replicas.state import saved_rows, saved_state
+from zjax.run import resume
 from zjax.run.build import Run
-from zjax.run.resume import (
-    check_messages,
-    describe_run,
-    errors_fit,
-    report_changes,
-    report_functions,
-)
 from zjax.train.state import TrainState, with_params
 
 
@@ -72,7 +66,7 @@ def save(
     rows, saved = saved_rows(run.plan, run.config), saved_state(state, run.plan)
     step = int(state.step)
     metadata = {"given": dict(extra or {})}
-    metadata |= describe_run(run.config, run.plan, rows, run.functions, step)
+    metadata |= resume.describe_run(run.config, run.plan, rows, run.functions, step)
     with member_files.hold(path):
         store = Store(path, keep_last=keep_last or sys.maxsize, keep_best=0)
         store.save(step, saved, rows, extra=metadata)
@@ -108,17 +102,17 @@ def restore(
 
     store = Store(local_path("directory", directory, CheckpointError))
     step = store.resolve(step)
-    check_messages(store.extra(step), run.config, step)
+    resume.check_messages(store.extra(step), run.config, step)
     saved, metadata = store.restore(
         rows,
         step,
-        keeps_errors=functools.partial(errors_fit, rows, run.config),
+        keeps_errors=functools.partial(resume.errors_fit, rows, run.config),
         # Called after all checks: an error leaves `run.state` intact.
         free_memory=free_memory,
     )
     state = with_params(saved, run.plan)
-    report_changes(metadata, run.config, int(state.step))
-    report_functions(metadata, run.functions)
+    resume.report_changes(metadata, run.config, int(state.step))
+    resume.report_functions(metadata, run.functions)
     return state, metadata.get("given", {})
 
 

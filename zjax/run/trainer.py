@@ -22,32 +22,17 @@ from zjax.observe.progress import RESUME
 from zjax.processes.agreement import check_same_data
 from zjax.processes.member_files import hold
 from zjax.replicas.state import saved_rows, saved_state
+from zjax.run import ending
+from zjax.run import resume as resumes
 from zjax.run.batch import end_by_epochs
 from zjax.run.build import start_run, unread_schedule
 from zjax.run.compiler import CompileAhead
 from zjax.run.ending import KEY as PATIENCE
 from zjax.run.ending import REMEDY as PATIENCE_REMEDY
-from zjax.run.ending import (
-    AfterStep,
-    Patience,
-    ask_all,
-    finish_save_on_error,
-    stop_signals,
-)
 from zjax.run.fit import explain_out_of_memory
 from zjax.run.monitor import Callback, Monitor
 from zjax.run.nonfinite import find_nonfinite, report_nonfinite
 from zjax.run.pinned_pool import limit_pinned_pool
-from zjax.run.resume import (
-    check_messages,
-    check_newest,
-    check_tokenizer,
-    describe_run,
-    errors_fit,
-    first_step,
-    report_changes,
-    report_functions,
-)
 from zjax.run.trainer_settings import (
     checked_settings,
     describe_start,
@@ -106,7 +91,7 @@ class Trainer:
         evaluation_batches: Any = None,
         step: int | None = None,
         callbacks: Sequence[Callback] = (),
-        after_step: Sequence[AfterStep] = (),
+        after_step: Sequence[ending.AfterStep] = (),
         devices: Sequence[Device] | None = None,
     ):
         config = load_beside(tx, config)
@@ -130,7 +115,7 @@ class Trainer:
             keep_last=settings.keep_last,
             keep_best=settings.keep_best,
         )
-        start = first_step(self.store, settings.resume, step)
+        start = resumes.first_step(self.store, settings.resume, step)
         if not start and batches is None:
             starts = {"checkpoint.init_from": settings.init_from}
             if self.config.distill:
@@ -140,8 +125,8 @@ class Trainer:
             check_directory(str(self._directory))
         if start:
             saved = self.store.extra(start)
-            report_changes(saved, self.config, start)
-            check_messages(saved, self.config, start)
+            resumes.report_changes(saved, self.config, start)
+            resumes.check_messages(saved, self.config, start)
         self.run = start_run(
             self.config,
             make_model(self.config) if model is None else model,
@@ -155,21 +140,21 @@ class Trainer:
         text = self.config.data, self.config.model.vocab_size
         self._tokenizer = None if batches is not None else data.read_record(*text)
         if self._tokenizer is not None:
-            check_tokenizer(extra, self._tokenizer, self.config)
+            resumes.check_tokenizer(extra, self._tokenizer, self.config)
         self.loader = self._make_loader()
         self._schedule = TrainingSchedule(
             self.config, self.run.mesh.size, self.loader.shape_at
         )
         stopping = self.config.evaluation.early_stopping
-        self._patience = Patience(stopping)
+        self._patience = ending.Patience(stopping)
         self._position: Any = None
         """Position of the loader from a checkpoint, until the loader moves there."""
         if start:
-            report_functions(extra, self.run.functions)
+            resumes.report_functions(extra, self.run.functions)
             self._position = extra.get("data", {})
             if step is None:
                 self._move_loader()
-            self._patience = Patience(stopping, extra.get(PATIENCE))
+            self._patience = ending.Patience(stopping, extra.get(PATIENCE))
         self._evaluation = data.find_evaluation(
             self.config, self.run.batch_placement, batches, evaluation_batches
         )
@@ -212,7 +197,7 @@ class Trainer:
     def _fit(self) -> TrainState:
         """Trains under the lock of the directory."""
         config, step = self.config, self.step
-        check_newest(self.store, step)
+        resumes.check_newest(self.store, step)
         self._move_loader()
         if self._tokenizer is not None and jax.process_index() == 0:
             keep_tokenizer(config.data, self.store.directory)
@@ -223,7 +208,7 @@ class Trainer:
         memory_errors = explain_out_of_memory(
             config, self.run.plan, user_model=user_model
         )
-        unfinished_save = finish_save_on_error(self.store)
+        unfinished_save = ending.finish_save_on_error(self.store)
         known = set[str]()
         recent = dict[int, Any]()  # batches of two steps: metrics arrive one step late
 
@@ -236,7 +221,7 @@ class Trainer:
             memory_errors,
             unfinished_save,
             nonfinite_errors,
-            stop_signals() as stopped,
+            ending.stop_signals() as stopped,
             monitor,
             self.loader,
             CompileAhead(self._schedule, self._compile, step + 1) as ahead,
@@ -266,7 +251,9 @@ class Trainer:
                 # The step runs on the devices meanwhile: the host compiles in its
                 # shadow.
                 ahead.after(step, batch)
-                asked = ask_all(self._after_step, step, self.state, batch, values)
+                asked = ending.ask_all(
+                    self._after_step, step, self.state, batch, values
+                )
                 if "stop" in asked:
                     reason = f"{asked['stop']} asked for it"
                 is_last = step == config.num_steps
@@ -377,7 +364,7 @@ class Trainer:
         rows = saved_rows(self.run.plan, self.config)
         saved = saved_state(self.state, self.run.plan)
         config, plan = self.config, self.run.plan
-        extra |= describe_run(config, plan, rows, self.run.functions, self.step)
+        extra |= resumes.describe_run(config, plan, rows, self.run.functions, self.step)
         if self._tokenizer is not None:
             extra[TOKENIZER] = self._tokenizer.to_mapping()
         self.store.save(self.step, saved, rows, extra=extra, loss=loss)
@@ -495,7 +482,7 @@ class Trainer:
         """Returns a function from plans of arrays to the state of step `step`."""
 
         def read(rows: TrainState) -> TrainState:
-            fit = functools.partial(errors_fit, rows, self.config)
+            fit = functools.partial(resumes.errors_fit, rows, self.config)
             return self.store.restore(rows, step, keeps_errors=fit)[0]
 
         return read

@@ -14,17 +14,6 @@ from jaxtyping import Array, Float, Int
 from zjax.schedule.buckets import bucket_lengths, bucket_picks, rate_factors
 from zjax.schedule.lengths import CUTS, make_tokens
 from zjax.settings import schema
-from zjax.settings.schema import (
-    Config,
-    Constant,
-    Cosine,
-    Decaying,
-    Linear,
-    Mixture,
-    Paced,
-    Warm,
-    Wsd,
-)
 
 
 def warmup_lr(chosen: schema.WarmupLr, peak: float, total: int) -> optax.Schedule:
@@ -214,7 +203,7 @@ def _decay(cycle: schema.OneCycle, step: Any) -> Any:
 
 
 def make_schedule(
-    config: Config,
+    config: schema.Config,
 ) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
     """Builds `schedule(num_applied_steps)`, a float32 learning rate; it can be traced.
 
@@ -241,17 +230,19 @@ def make_schedule(
     """
     chosen, peak = config.optimizer.schedule, config.optimizer.peak_learning_rate
     total, factor = config.num_steps, _by_rows(config)
-    num_warmup = chosen.warmup_steps(total) if isinstance(chosen, Warm) else 0
+    num_warmup = chosen.warmup_steps(total) if isinstance(chosen, schema.Warm) else 0
     if num_warmup > total:
         _log_unreached(num_warmup, total)
-    if not isinstance(chosen, Constant | Linear | Cosine | Wsd):
+    if not isinstance(
+        chosen, schema.Constant | schema.Linear | schema.Cosine | schema.Wsd
+    ):
         whole = DEEPSPEED[type(chosen)](chosen, peak, total)
         return lambda step: jnp.asarray(whole(step) * factor(step), jnp.float32)
     pieces = [(_warmup(chosen, peak, num_warmup), num_warmup)]
     pieces += _after_warmup(chosen, peak, total, num_decay=total - 1 - num_warmup)
     # `optax.linear_schedule` of 0 steps would warn and hold the start value.
     pieces = [piece for piece in pieces if piece[1] > 0]
-    last = peak * chosen.final_fraction if isinstance(chosen, Decaying) else peak
+    last = peak * chosen.final_fraction if isinstance(chosen, schema.Decaying) else peak
     pieces.append((optax.constant_schedule(last), 0))
 
     ends = [sum(length for _, length in pieces[: i + 1]) for i in range(len(pieces))]
@@ -271,21 +262,21 @@ def _log_unreached(num_warmup: int, num_steps: int) -> None:
     logging.warning(text + "rate does not reach its peak", num_warmup, num_steps)
 
 
-def _warmup(chosen: Warm, peak: float, number: int) -> optax.Schedule:
+def _warmup(chosen: schema.Warm, peak: float, number: int) -> optax.Schedule:
     """Builds the rise to the peak in a number of steps."""
     if chosen.warmup == "linear":
         return optax.linear_schedule(0.0, peak, number)
     return lambda step: peak * log_rise(step, number)
 
 
-def _by_rows(config: Config) -> Callable[[Any], Any]:
+def _by_rows(config: schema.Config) -> Callable[[Any], Any]:
     """Returns the learning rate factor of a step by the bucket of the step's batch."""
     settings = config.buckets
     if not settings or settings.learning_rate == "constant":
         return lambda step: 1.0
     order = settings.order
     # Other orders follow from the data; rules refuse a factor with them.
-    if not isinstance(order, Mixture | Paced):
+    if not isinstance(order, schema.Mixture | schema.Paced):
         return lambda step: 1.0
     lengths = bucket_lengths(settings.shortest, config.data.length)
     # A byte each: lengths double from bucket to bucket, far fewer than 256 times.
@@ -303,7 +294,7 @@ def _by_rows(config: Config) -> Callable[[Any], Any]:
     return factor
 
 
-def _by_tokens(config: Config, first: int) -> Callable[[Any], Any]:
+def _by_tokens(config: schema.Config, first: int) -> Callable[[Any], Any]:
     """Maps a step to the step with an equal rate in a run without length warm-up."""
     consumed = make_tokens(config)
     last = config.num_steps - 1
@@ -325,16 +316,16 @@ def _by_tokens(config: Config, first: int) -> Callable[[Any], Any]:
 
 
 def _after_warmup(
-    chosen: Warm, peak: float, total: int, num_decay: int
+    chosen: schema.Warm, peak: float, total: int, num_decay: int
 ) -> list[tuple[optax.Schedule, int]]:
     """Builds the pieces of the schedule after the warm-up, with lengths in steps."""
-    if num_decay < 1 or not isinstance(chosen, Decaying):
+    if num_decay < 1 or not isinstance(chosen, schema.Decaying):
         return []
-    if isinstance(chosen, Cosine):
+    if isinstance(chosen, schema.Cosine):
         decay = optax.cosine_decay_schedule(peak, num_decay, chosen.final_fraction)
         return [(decay, num_decay)]
     num_stable = 0
-    if isinstance(chosen, Wsd):
+    if isinstance(chosen, schema.Wsd):
         num_stable = max(0, num_decay - round(chosen.decay_fraction * total))
     num_decay -= num_stable
     decay = optax.linear_schedule(peak, peak * chosen.final_fraction, num_decay)

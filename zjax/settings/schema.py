@@ -3,47 +3,8 @@
 import math
 from typing import Annotated, ClassVar, Literal
 
-from zjax.settings import derived
+from zjax.settings import derived, ranges
 from zjax.settings.choices import Choice, section
-from zjax.settings.ranges import (
-    MAX_CYCLE_STEPS,
-    MAX_DEVICES,
-    MAX_LAYERS,
-    MAX_STAIRS,
-    MAX_STEPS,
-    MAX_TOKENS,
-    AtMost,
-    Axis,
-    Count,
-    Decay,
-    Devices,
-    Fraction,
-    Layers,
-    Limit,
-    Natural,
-    NoneAt,
-    NonNegative,
-    OpenAxis,
-    OpenTokens,
-    PacedValue,
-    Positive,
-    PowerOfTwo,
-    Range,
-    Rows,
-    Seed,
-    Share,
-    SomeDevices,
-    SomeLayers,
-    SomeRows,
-    SomeTokens,
-    SomeWidth,
-    Step,
-    Tokens,
-    Width,
-    Workers,
-    at_least,
-    or_derived,
-)
 
 
 class NameTable(tuple[tuple[str, str], ...]):
@@ -68,17 +29,17 @@ class Mesh:
     `mesh="auto"` sets pipeline, sequence and tensor to 0: zjax chooses them.
     """
 
-    pipeline: OpenAxis = 1
+    pipeline: ranges.OpenAxis = 1
     """Stages of consecutive layers."""
-    replica: Axis = 1
+    replica: ranges.Axis = 1
     """Copies of the whole sharded model (hybrid sharding, HSDP)."""
-    data: Axis = -1
+    data: ranges.Axis = -1
     """Shards of the batch, over which ZeRO shards the state."""
-    expert: Axis = 1
+    expert: ranges.Axis = 1
     """Shards of the experts of a mixture; they shard the batch, too."""
-    sequence: OpenAxis = 1
+    sequence: ranges.OpenAxis = 1
     """Shards of each sequence."""
-    tensor: OpenAxis = 1
+    tensor: ranges.OpenAxis = 1
     """Shards of each weight matrix."""
     names: NameTable = NameTable()
     """Translates dim names in the metadata of your model, such as {"tp": "tensor",
@@ -100,7 +61,7 @@ class Offload(Choice):
     nvme_paths: tuple[str, ...] = ()
     """Directories of arrays stored on `nvme`, one per disk; each process makes a
     subdirectory, and removes it at its end."""
-    delay_updates_from: Step = -1
+    delay_updates_from: ranges.Step = -1
     """First step, counted from 1, whose gradients are applied one step late, during the
     next backward pass, so that no update waits for a norm (arXiv:2101.06840, section
     5.2, where it is 40); -1 for never. Pending gradients are stored in
@@ -150,7 +111,7 @@ class Zero:
     stage: Literal[0, 1, 2, 3] = 1
     """0 shards nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
     parameters."""
-    min_shard_elements: Annotated[int, at_least(0, 2**63 - 1)] = 16_384
+    min_shard_elements: Annotated[int, ranges.at_least(0, 2**63 - 1)] = 16_384
     """Smaller arrays are not sharded: gathering them costs more than it saves."""
     offload: PinnedHost | Nvme | AutoOffload | None = None
     """Memory of optimizer state and master weights between updates; None for the
@@ -224,7 +185,7 @@ class Gpipe(Recomputing):
 class Interleaved(Recomputing):
     """Gives each device several chunks of layers; smaller bubbles, more memory."""
 
-    num_chunks: Annotated[int, at_least(2, MAX_LAYERS)] = 2
+    num_chunks: Annotated[int, ranges.at_least(2, ranges.MAX_LAYERS)] = 2
     """Chunks of layers per device."""
 
 
@@ -240,15 +201,15 @@ class ZbH1(Pipeline):
 class LossScale:
     """Loss scaling for float16 (arXiv:1710.03740); unused by bfloat16 and float32."""
 
-    initial: PowerOfTwo = 65_536.0
+    initial: ranges.PowerOfTwo = 65_536.0
     """First scale; a power of two."""
-    window: Natural = 1_000
+    window: ranges.Natural = 1_000
     """Clean steps before the scale doubles; 0 keeps the scale fixed."""
-    hysteresis: Count = 2
+    hysteresis: ranges.Count = 2
     """Overflows tolerated before the scale halves."""
     consecutive_hysteresis: bool = False
     """Whether a clean step restores the tolerance at once."""
-    minimum: Annotated[PowerOfTwo, AtMost("initial")] = 1.0
+    minimum: Annotated[ranges.PowerOfTwo, ranges.AtMost("initial")] = 1.0
     """The scale never falls below this."""
 
 
@@ -272,7 +233,7 @@ class Precision:
     look for them, so that updates need not wait for all gradients, and ends the run at
     the first such loss. Overflows that a lower loss scale may cure are skipped, not
     counted."""
-    max_skipped_in_a_row: Count = 20
+    max_skipped_in_a_row: ranges.Count = 20
     """Skipped steps in a row that end a run."""
     loss_scale: LossScale = LossScale()
 
@@ -283,13 +244,13 @@ class ParamGroup:
 
     pattern: str = ".*"
     """Regular expression searched in paths like `blocks/attention/query/kernel`."""
-    learning_rate_scale: NonNegative = 1.0
+    learning_rate_scale: ranges.NonNegative = 1.0
     """Factor on the learning rate; 0 freezes the parameters: they are stored once, in
     the compute dtype, without gradients or moments; under offload, in pipelines and
     with steps by replica they keep master weights and gradients."""
     weight_decay: Annotated[
         float,
-        Range(
+        ranges.Range(
             lambda x: 0 <= x < math.inf or x == -1,
             "use 0 or more, or -1 for optimizer.weight_decay",
         ),
@@ -303,7 +264,7 @@ class Warm(Choice):
     """Schedule that begins with a warm-up."""
 
     num_warmup_steps: Annotated[
-        int, or_derived(0, MAX_STEPS, "a tenth of the run")
+        int, ranges.or_derived(0, ranges.MAX_STEPS, "a tenth of the run")
     ] = -1
     """Steps until the learning rate has risen from 0 to the peak; -1 takes 100, or a
     tenth of the steps of a shorter run than 1,000."""
@@ -325,7 +286,7 @@ class Constant(Warm):
 class Decaying(Warm):
     """Schedule that ends below the peak."""
 
-    final_fraction: Fraction = 0.1
+    final_fraction: ranges.Fraction = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
 
 
@@ -343,7 +304,7 @@ class Cosine(Decaying):
 class Wsd(Decaying):
     """Warm-up, stable, then linear decay (arXiv:2404.06395)."""
 
-    decay_fraction: Fraction = 0.2
+    decay_fraction: ranges.Fraction = 0.2
     """Fraction of the steps that decay."""
 
 
@@ -366,11 +327,11 @@ class WarmupCosineLr(Decaying):
 class CycledMomentum:
     """Momentum in place of `b1` that falls while the learning rate rises."""
 
-    min_momentum: Decay = 0.8
+    min_momentum: ranges.Decay = 0.8
     """Momentum of step 0, and at the peak of the rate."""
-    max_momentum: Decay = 0.9
+    max_momentum: ranges.Decay = 0.9
     """Momentum of step 1, and at the end of the cycle."""
-    momentum_decay_rate: NonNegative = 0.0
+    momentum_decay_rate: ranges.NonNegative = 0.0
     """After the cycle the momentum grows as 1 + `momentum_decay_rate` x."""
 
 
@@ -382,17 +343,21 @@ class OneCycle(Choice):
     then decays as 1 / (1 + `decay_rate` x).
     """
 
-    min_learning_rate: NonNegative = 0.0
+    min_learning_rate: ranges.NonNegative = 0.0
     """Learning rate of step 0, and at the end of the cycle."""
-    num_rise_steps: Annotated[int, at_least(1, MAX_CYCLE_STEPS)] = 2_000
-    num_fall_steps: Annotated[int, or_derived(0, MAX_CYCLE_STEPS, "the rise")] = -1
+    num_rise_steps: Annotated[int, ranges.at_least(1, ranges.MAX_CYCLE_STEPS)] = 2_000
+    num_fall_steps: Annotated[
+        int, ranges.or_derived(0, ranges.MAX_CYCLE_STEPS, "the rise")
+    ] = -1
     """Steps back to the minimum; -1 takes `num_rise_steps`."""
-    num_rise_stairs: Annotated[int, at_least(0, MAX_STAIRS)] = 0
+    num_rise_stairs: Annotated[int, ranges.at_least(0, ranges.MAX_STAIRS)] = 0
     """Stairs of equal length on which the rate rises; 0 for a line."""
-    num_fall_stairs: Annotated[int, or_derived(0, MAX_STAIRS, "the rise")] = -1
+    num_fall_stairs: Annotated[
+        int, ranges.or_derived(0, ranges.MAX_STAIRS, "the rise")
+    ] = -1
     """The same for the fall; -1 takes `num_rise_stairs`."""
-    decay_rate: NonNegative = 0.0
-    num_decay_steps: Count = 1
+    decay_rate: ranges.NonNegative = 0.0
+    num_decay_steps: ranges.Count = 1
     """Steps after the cycle in which x grows by 1."""
     momentum: CycledMomentum | None = None
 
@@ -405,9 +370,9 @@ class RangeTest(Choice):
     in `num_steps` steps.
     """
 
-    start_learning_rate: Positive = 1e-3
-    growth: NonNegative = 1.0
-    num_steps: Count = 2_000
+    start_learning_rate: ranges.Positive = 1e-3
+    growth: ranges.NonNegative = 1.0
+    num_steps: ranges.Count = 2_000
     staircase: bool = False
     """Whether x is a whole number."""
 
@@ -416,7 +381,7 @@ class RangeTest(Choice):
 class FirstMoment(Choice):
     """Rule with a first moment."""
 
-    b1: Decay = 0.9
+    b1: ranges.Decay = 0.9
     """First moment decay, or momentum."""
 
 
@@ -432,9 +397,9 @@ class StoredMomentum(FirstMoment):
 class AdamMoments(FirstMoment):
     """Rule with a first and a second moment."""
 
-    b2: Decay = 0.95
+    b2: ranges.Decay = 0.95
     """Second moment decay."""
-    eps: Positive = 1e-8
+    eps: ranges.Positive = 1e-8
 
 
 @section
@@ -470,7 +435,7 @@ class Lamb(StoredAdam):
 class Lion(StoredMomentum):
     """Lion (arXiv:2302.06675)."""
 
-    b2: Decay = 0.95
+    b2: ranges.Decay = 0.95
     """Second moment decay."""
 
 
@@ -498,7 +463,7 @@ class Muon(AdamMoments, StoredMomentum):
 class Compressed(Corrected):
     """Rule whose replicas send few bits after a warm-up in full precision."""
 
-    freeze_step: Natural = 0
+    freeze_step: ranges.Natural = 0
     """Last step that sends gradients; then second moments are kept. 0 for 15 % of the
     steps."""
 
@@ -517,11 +482,11 @@ class OnebitLamb(Compressed):
 class ZeroOneAdam(Compressed):
     """0/1 Adam (arXiv:2202.06009): few gradients in full, then local steps."""
 
-    var_update_scaler: Count = 16
+    var_update_scaler: ranges.Count = 16
     """Updates of second moments until the interval between them doubles."""
-    local_step_scaler: Natural = 0
+    local_step_scaler: ranges.Natural = 0
     """Local steps until the interval between exchanges doubles; 0 for `freeze_step`."""
-    local_step_clipper: Count = 16
+    local_step_clipper: ranges.Count = 16
     """Longest interval between exchanges."""
 
 
@@ -556,18 +521,18 @@ class Optimizer:
     """The update rule and the learning rate by step."""
 
     rule: Rule = Adamw()
-    peak_learning_rate: Positive = 3e-4
+    peak_learning_rate: ranges.Positive = 3e-4
     schedule: Schedule = Cosine()
     """Learning rate by step."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: ranges.NonNegative = 0.1
     """Decay of matrices, decoupled except under `adam` and `sgd_l2`, which add it to
     the gradient."""
     decay_vectors: bool = False
     """Whether biases, norm scales and other vectors decay as well, as in DeepSpeed."""
-    clip_norm: Limit = derived.OfferedFloat(1.0)
+    clip_norm: ranges.Limit = derived.OfferedFloat(1.0)
     """Global gradient norm limit; `inf` turns clipping off. A gradient
     transformation that you give is clipped only if this is set."""
-    ema_decay: Annotated[Decay, NoneAt(0)] = 0.0
+    ema_decay: Annotated[ranges.Decay, ranges.NoneAt(0)] = 0.0
     """Exponential moving average of the parameters; 0 keeps none."""
     groups: tuple[ParamGroup, ...] = ()
     """Exceptions to the learning rate and the decay, by parameter path."""
@@ -577,19 +542,19 @@ class Optimizer:
 class LocalSteps:
     """Rounds of steps that each replica takes alone (DiLoCo, arXiv:2311.08105)."""
 
-    num_steps: Count = 500
+    num_steps: ranges.Count = 500
     """Steps that replicas take before they exchange outer gradients."""
-    num_synchronous_steps: Natural = 0
+    num_synchronous_steps: ranges.Natural = 0
     """Steps in which replicas still exchange gradients, before they take local ones; as
     DiLoCo starts from a trained model."""
-    outer_learning_rate: Positive = 0.7
-    outer_momentum: Decay = 0.9
+    outer_learning_rate: ranges.Positive = 0.7
+    outer_momentum: ranges.Decay = 0.9
     """Nesterov momentum of outer gradients."""
-    num_fragments: Annotated[Count, AtMost("num_steps")] = 1
+    num_fragments: Annotated[ranges.Count, ranges.AtMost("num_steps")] = 1
     """Parts of the model that are exchanged at different steps of a round."""
-    delay: Natural = 0
+    delay: ranges.Natural = 0
     """Steps that replicas take while a fragment is on its way."""
-    mixing: Decay = 0.0
+    mixing: ranges.Decay = 0.0
     """Weight of the replica's parameters when it merges a fragment."""
 
 
@@ -616,7 +581,7 @@ class Communication:
 class ScaledRope(Choice):
     """Slower rotations, for sequences longer than in the training of the model."""
 
-    factor: Annotated[float, at_least(1)] = 1.0
+    factor: Annotated[float, ranges.at_least(1)] = 1.0
     """How many times longer sequences may be."""
 
 
@@ -631,7 +596,7 @@ class LinearRope(ScaledRope):
 class ExtendedRope(ScaledRope):
     """Rotations that depend on the longest sequence before."""
 
-    original_length: Tokens = 0
+    original_length: ranges.Tokens = 0
     """Longest sequence before."""
 
 
@@ -646,19 +611,19 @@ class DynamicRope(ExtendedRope):
 class Yarn(ExtendedRope):
     """Positions of slow channels divided (YaRN, arXiv:2309.00071)."""
 
-    beta_fast: Positive = 32.0
+    beta_fast: ranges.Positive = 32.0
     """Channels with more turns than this in `original_length` stay as they are."""
-    beta_slow: Positive = 1.0
+    beta_slow: ranges.Positive = 1.0
     """Channels with fewer turns than this are divided by `factor`."""
-    attention_factor: NonNegative = 0.0
+    attention_factor: ranges.NonNegative = 0.0
     """Factor of rotated queries and of keys; 0 takes 0.1 ln(`factor`) + 1 under `yarn`,
     and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
     truncate: bool = True
     """Whether the bounds are rounded to channels, outwards."""
-    mscale: NonNegative = 0.0
+    mscale: ranges.NonNegative = 0.0
     """The `attention_factor` is s(`mscale`) / s(`mscale_all_dim`) where both are set,
     with s(x) = 0.1 x ln(`factor`) + 1, as in DeepSeek."""
-    mscale_all_dim: NonNegative = 0.0
+    mscale_all_dim: ranges.NonNegative = 0.0
     """Attention scores are multiplied by s(`mscale_all_dim`) squared; 0 leaves them."""
 
 
@@ -666,10 +631,10 @@ class Yarn(ExtendedRope):
 class Llama3(ExtendedRope):
     """Positions of slow channels divided, by other bounds (arXiv:2407.21783)."""
 
-    low_frequency_factor: Positive = 1.0
+    low_frequency_factor: ranges.Positive = 1.0
     """Channels with fewer turns than this in `original_length` are divided by
     `factor`."""
-    high_frequency_factor: Positive = 4.0
+    high_frequency_factor: ranges.Positive = 4.0
     """Channels with more turns than this stay as they are."""
 
 
@@ -682,7 +647,7 @@ class Longrope(ExtendedRope):
     `original_length` positions."""
     long_factors: tuple[float, ...] = ()
     """Divisors in longer rows; text that is generated counts with all its tokens."""
-    attention_factor: NonNegative = 0.0
+    attention_factor: ranges.NonNegative = 0.0
     """Factor of rotated queries and of keys; 0 takes 0.1 ln(`factor`) + 1 under `yarn`,
     and the root of 1 + ln(`factor`) / ln(`original_length`) under `longrope`."""
 
@@ -694,7 +659,7 @@ RopeScaling = LinearRope | DynamicRope | Yarn | Llama3 | Longrope
 class Learned(Choice):
     """Table of positions."""
 
-    first: Tokens = 0
+    first: ranges.Tokens = 0
     """Row of the table for the first token: 2 in RoBERTa."""
 
 
@@ -702,16 +667,16 @@ class Learned(Choice):
 class Rotary(Choice):
     """Rotations of queries and keys by position (RoPE, arXiv:2104.09864)."""
 
-    theta: Positive = 10_000.0
+    theta: ranges.Positive = 10_000.0
     """Base of the wavelengths."""
     scaling: RopeScaling | None = None
     """Slower rotations, for sequences longer than in the training of the model."""
-    size: Width = 0
+    size: ranges.Width = 0
     """Channels of each head that rotate, the first; 0 takes all."""
     pairs: Literal["halves", "adjacent"] = "halves"
     """Channels that rotate together: i of the first half and i of the second, as in
     Llama, or 2 i and 2 i + 1, as in DeepSeek."""
-    max_positions: Tokens = 0
+    max_positions: ranges.Tokens = 0
     """Longest sequence that the model is for, which exports state and
     `checkpoint.init_from` brings (`max_position_embeddings`); 0 takes
     `model.max_length`."""
@@ -737,7 +702,7 @@ class Horizontal(PerHead):
 class Globals(PerHead):
     """Pattern with a number of global blocks."""
 
-    num_global_blocks: Tokens = 1
+    num_global_blocks: ranges.Tokens = 1
     """Blocks that all see: the last of each window of `fixed`, the first of a sequence
     under `bigbird`."""
 
@@ -746,9 +711,9 @@ class Globals(PerHead):
 class Random(PerHead):
     """Pattern with random blocks."""
 
-    num_random_blocks: OpenTokens = -1
+    num_random_blocks: ranges.OpenTokens = -1
     """Random blocks per row; -1 is 1 under `bigbird` and 0 under `variable`."""
-    seed: Seed = 0
+    seed: ranges.Seed = 0
     """Seed of the random blocks."""
 
 
@@ -756,7 +721,7 @@ class Random(PerHead):
 class Sliding(Choice):
     """Pattern with a window that slides."""
 
-    num_sliding_window_blocks: SomeTokens = 3
+    num_sliding_window_blocks: ranges.SomeTokens = 3
     """Width of the window, centred on the row."""
 
 
@@ -774,9 +739,9 @@ class GlobalRanges(Choice):
 class Fixed(Globals, Horizontal):
     """Adjacent windows, with global blocks (arXiv:1904.10509)."""
 
-    num_local_blocks: SomeTokens = 4
+    num_local_blocks: ranges.SomeTokens = 4
     """Blocks per window."""
-    num_different_global_patterns: SomeTokens = 1
+    num_different_global_patterns: ranges.SomeTokens = 1
     """Places of the global blocks, through which heads cycle."""
 
 
@@ -846,13 +811,13 @@ class Latent:
     rotating channels of keys.
     """
 
-    key_rank: SomeWidth = 512
+    key_rank: ranges.SomeWidth = 512
     """Channels of the latent of keys and values."""
-    query_rank: Width = 0
+    query_rank: ranges.Width = 0
     """Channels of the latent of queries; 0 takes queries from the stream."""
-    plain_size: SomeWidth = 128
+    plain_size: ranges.SomeWidth = 128
     """Channels of a head of queries and keys that do not rotate."""
-    value_size: SomeWidth = 128
+    value_size: ranges.SomeWidth = 128
     """Channels of a head of values, at most `model.head_size`."""
 
 
@@ -860,11 +825,11 @@ class Latent:
 class SlidingWindow:
     """Bound of the keys that a token sees, in all layers or all but every n-th."""
 
-    size: SomeTokens = 4_096
+    size: ranges.SomeTokens = 4_096
     """Keys that a token sees in sliding layers, from its own back."""
-    full_attention_every: Layers = 0
+    full_attention_every: ranges.Layers = 0
     """Layers that do not slide: every second for 2, as in Gemma 2; none for 0."""
-    rope_theta: NonNegative = 0.0
+    rope_theta: ranges.NonNegative = 0.0
     """Base of rotary positions in sliding layers, whose rotations are then not scaled;
     0 rotates as in the other layers."""
 
@@ -882,13 +847,13 @@ class MoE(Choice):
     num_experts: int | tuple[int, ...] = 8
     """Experts of each MoE layer; one number per MoE layer for a pyramid
     (arXiv:2201.05596)."""
-    every: SomeLayers = 1
+    every: ranges.SomeLayers = 1
     """1 puts experts in every layer, 2 in the second, fourth, ... as DeepSpeed does."""
-    first_dense: Layers = 0
+    first_dense: ranges.Layers = 0
     """Layers without experts before `every` counts."""
-    expert_size: Width = 0
+    expert_size: ranges.Width = 0
     """Feed-forward width of an expert; 0 takes `model.mlp_size`."""
-    num_shared: Width = 0
+    num_shared: ranges.Width = 0
     """Experts that all tokens use besides (arXiv:2401.06066)."""
     shared_gate: bool = False
     """Whether a sigmoid of each token scales the output of the shared experts."""
@@ -899,19 +864,19 @@ class MoE(Choice):
     """Scores of the router: `softmax` over all experts, or `sigmoid` of each."""
     router_bias: bool = False
     """Whether the logits of the router have a bias, as in gpt-oss."""
-    scale: Positive = 1.0
+    scale: ranges.Positive = 1.0
     """Factor of the weights."""
-    jitter: Decay = 0.0
+    jitter: ranges.Decay = 0.0
     """Uniform noise of 1 - jitter to 1 + jitter on the router's input while training;
     0.01 in Switch (arXiv:2101.03961)."""
-    capacity_factor: Positive = 1.0
+    capacity_factor: ranges.Positive = 1.0
     """Capacity of an expert while training, over an even share of the tokens; with
     `expert_choice` the mean number of experts of a token."""
-    eval_capacity_factor: Positive = 1.0
+    eval_capacity_factor: ranges.Positive = 1.0
     """The same in evaluation."""
-    min_capacity: SomeTokens = 4
+    min_capacity: ranges.SomeTokens = 4
     """Least capacity, in tokens."""
-    z_loss: Annotated[NonNegative, NoneAt(0)] = 0.0
+    z_loss: Annotated[ranges.NonNegative, ranges.NoneAt(0)] = 0.0
     """Coefficient of the squared log-sum-exp of the logits (arXiv:2202.08906)."""
 
     @property
@@ -926,16 +891,16 @@ class TokenChoice(MoE):
 
     is_usual = True
 
-    top_k: SomeWidth = 1
+    top_k: ranges.SomeWidth = 1
     """Experts of each token."""
     choice_bias: bool = False
     """Whether the scores have a bias for the choice alone even if `bias_rate` is 0, as
     checkpoints of DeepSeek-V3 have: training then leaves it as it is."""
     normalise: bool = True
     """Whether the weights of a token's experts add up to `scale`, if `top_k` > 1."""
-    num_groups: SomeWidth = 1
+    num_groups: ranges.SomeWidth = 1
     """Groups of adjacent experts (arXiv:2412.19437)."""
-    top_groups: Annotated[SomeWidth, AtMost("num_groups")] = 1
+    top_groups: Annotated[ranges.SomeWidth, ranges.AtMost("num_groups")] = 1
     """Groups that a token may choose from."""
     sampling: Literal["none", "first", "second"] = "none"
     """Gumbel noise on the logits of the `first` choice (DeepSpeed's RSample), or of the
@@ -944,11 +909,11 @@ class TokenChoice(MoE):
     """Tokens that stay if more choose an expert than its capacity: all, the first, all
     first choices before second ones, those of the best scores, or a random subset.
     Generation drops none."""
-    balance_loss: NonNegative = 0.01
+    balance_loss: ranges.NonNegative = 0.01
     """Coefficient of the loss that evens the load of the experts."""
     balance_scope: BalanceScope = "microbatch"
     """Tokens with an even load: those of a device's microbatch, or of each sequence."""
-    bias_rate: NonNegative = 0.0
+    bias_rate: ranges.NonNegative = 0.0
     """Step of a bias on the scores, which evens the load without a loss: after each
     optimizer step it lowers that of experts above the mean load of the global batch,
     and raises the others' (arXiv:2408.15664). 0 moves none; DeepSeek-V3 took 0.001."""
@@ -974,18 +939,18 @@ class Model:
     """Shape of the built-in decoder or encoder."""
 
     kind: Literal["decoder", "encoder"] = "decoder"
-    num_layers: SomeLayers = 12
-    embed_size: SomeWidth = 768
-    mlp_size: Width = 0
+    num_layers: ranges.SomeLayers = 12
+    embed_size: ranges.SomeWidth = 768
+    mlp_size: ranges.Width = 0
     """0 takes 4 times `embed_size`, or 8/3, up to a multiple of 256, for a gated
     `activation`."""
-    mlp_tiles: SomeWidth = 1
+    mlp_tiles: ranges.SomeWidth = 1
     """Tiles of the feed-forward that are loaded, run and updated one after another, for
     layers that do not fit on a device (arXiv:2104.07857, section 5.1.3)."""
-    num_heads: SomeWidth = 12
-    num_kv_heads: Width = 0
+    num_heads: ranges.SomeWidth = 12
+    num_kv_heads: ranges.Width = 0
     """Fewer than `num_heads` is grouped-query attention, 1 multi-query; 0 takes all."""
-    head_size: Width = 0
+    head_size: ranges.Width = 0
     """Channels per head; 0 takes `embed_size` over `num_heads`, or what `latent` and
     `positions.size` add up to."""
     query_key_norm: bool = False
@@ -994,32 +959,35 @@ class Model:
     """Channels that it normalises together: those of each head, or of all heads, as in
     OLMo 2."""
     vocab_size: Annotated[
-        int, Range(lambda x: x >= 2, "use 2 or more, or 0 to derive it", MAX_TOKENS)
+        int,
+        ranges.Range(
+            lambda x: x >= 2, "use 2 or more, or 0 to derive it", ranges.MAX_TOKENS
+        ),
     ] = 0
     """0 takes that of `data.path`, the 257 of the standard library, or the 50,257 of
     GPT-2."""
-    max_length: SomeTokens = 1_024
+    max_length: ranges.SomeTokens = 1_024
     """Longest sequence of this run."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    norm_eps: Positive = 1e-5
+    norm_eps: ranges.Positive = 1e-5
     norm_position: Literal["input", "output", "both"] = "input"
     """What a decoder normalises of attention and feed-forward: the input, or, as OLMo
     2, the output before it is added to the residual stream, or, as Gemma 2, both."""
     zero_centered_norm: bool = False
     """Whether norms multiply by 1 + scale, with scales that start at 0, as in Gemma."""
     positions: Learned | Rotary = Learned()
-    num_token_types: Annotated[Tokens, NoneAt(0)] = 0
+    num_token_types: Annotated[ranges.Tokens, ranges.NoneAt(0)] = 0
     """Rows of a table for `token_types` of a batch, such as first and second sentence;
     a batch without them has type 0. 0 has no table."""
     window: SlidingWindow | None = None
-    attention_soft_cap: Annotated[NonNegative, NoneAt(0)] = 0.0
+    attention_soft_cap: Annotated[ranges.NonNegative, ranges.NoneAt(0)] = 0.0
     """Bound of attention scores, by tanh before the softmax; 0 for none."""
     attention_sinks: bool = False
     """Whether each head has a score besides those of its keys, without a value, that
     takes part of the softmax, as in gpt-oss."""
-    logit_soft_cap: Annotated[NonNegative, NoneAt(0)] = 0.0
+    logit_soft_cap: Annotated[ranges.NonNegative, ranges.NoneAt(0)] = 0.0
     """Bound of the logits of the next token; 0 for none."""
-    query_scale_size: Width = 0
+    query_scale_size: ranges.Width = 0
     """Number whose root divides attention scores; 0 takes `head_size`."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the root of `embed_size`."""
@@ -1035,14 +1003,16 @@ class Model:
     keys and values, as in Qwen 2; `all` has that of the output, too."""
     tied_head: bool = True
     """The output matrix is the embedding table."""
-    dropout_rate: Decay = 0.0
+    dropout_rate: ranges.Decay = 0.0
     """Dropout of the outputs of attention and feed-forward."""
     embedding_dropout_rate: Annotated[
         float,
-        Range(lambda x: x == -1 or 0 <= x < 1, "use 0 or more and less than 1, or -1"),
+        ranges.Range(
+            lambda x: x == -1 or 0 <= x < 1, "use 0 or more and less than 1, or -1"
+        ),
     ] = -1.0
     """Dropout of the sum of embeddings; -1 takes `dropout_rate`."""
-    attention_dropout_rate: Decay = 0.0
+    attention_dropout_rate: ranges.Decay = 0.0
     """Dropout of attention weights; needs them in memory, and so XLA."""
     attention: Auto | Cudnn | Xla | Sparse = Auto()
     """Attention kernel."""
@@ -1051,7 +1021,7 @@ class Model:
     heads (arXiv:2309.14509), `ring` passes keys around (arXiv:2310.01889), `halo` sends
     the blocks that sparse attention needs; `auto` takes `ulysses` if heads divide, and
     logs its choice."""
-    layers_per_scan: Layers = 0
+    layers_per_scan: ranges.Layers = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
     `deterministic` and `mlp_chunk_tokens` do with 1."""
     remat: Literal[
@@ -1062,14 +1032,14 @@ class Model:
     """Memory of the saved activations until the backward pass. If blocks are separate
     programs, as under offload, it stores their inputs and needs `remat="full"`; `nvme`
     needs such blocks."""
-    loss_chunk_tokens: Natural = 4_096
+    loss_chunk_tokens: ranges.Natural = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""
-    mlp_chunk_tokens: Natural = 0
+    mlp_chunk_tokens: ranges.Natural = 0
     """Tokens on a device whose hidden values in a feed-forward exist at one time; 0
     takes all. The sequence axis and the tensor axis both split tokens. For long
     sequences, under a `remat` that recomputes these values: `full` or `attention`
     (arXiv:2506.13996, section 3.1)."""
-    z_loss: Annotated[NonNegative, NoneAt(0)] = 0.0
+    z_loss: Annotated[ranges.NonNegative, ranges.NoneAt(0)] = 0.0
     """Weight of the squared log-partition penalty."""
     latent: Latent | None = None
     moe: TokenChoice | ExpertChoice | None = None
@@ -1150,9 +1120,9 @@ class Masking:
     80 % of the predicted tokens are hidden, 10 % become random tokens, and 10 % stay.
     """
 
-    fraction: Share = 0.15
+    fraction: ranges.Share = 0.15
     """Share of the tokens that are predicted."""
-    mask_id: OpenTokens = -1
+    mask_id: ranges.OpenTokens = -1
     """Token that hides others; -1 takes `[MASK]` or `<mask>` of the tokenizer, or the
     first id beyond its vocabulary."""
 
@@ -1165,13 +1135,13 @@ class Data:
     """Python's own source on this machine, files of `zjax data prepare`, or noise."""
     path: str = ""
     """Directory made by `zjax data prepare`, for `tokens`."""
-    length: Tokens = 0
+    length: ranges.Tokens = 0
     """Tokens per sequence; 0 takes `model.max_length`."""
     packing: Literal["blocks", "documents"] = "blocks"
     """`documents` keeps attention inside each document by segment ids."""
-    num_workers: Workers = 0
+    num_workers: ranges.Workers = 0
     """Loader processes; 0 reads in a thread of this process."""
-    prefetch_batches: Workers = 2
+    prefetch_batches: ranges.Workers = 2
     """Batches placed on the devices ahead of their use."""
     check_ids: Literal["host", "device"] = "host"
     """Where token ids are checked against the vocabulary: as batches leave the host, or
@@ -1183,16 +1153,16 @@ class Data:
 class Growing(Choice):
     """Pacing from a first value to a last one."""
 
-    start: PacedValue = 0
+    start: ranges.PacedValue = 0
     """First value; 0 takes 64 tokens, or a difficulty of 1."""
-    end: PacedValue = 0
+    end: ranges.PacedValue = 0
     """Last value; 0 takes `data.length`, 100 percent, or the largest difficulty."""
-    num_steps: Count = 1_000
+    num_steps: ranges.Count = 1_000
     """First step of the last value."""
-    num_tokens: Natural = 0
+    num_tokens: ranges.Natural = 0
     """Consumed tokens that end the growth in place of `num_steps`: the step that
     reaches them is the first of the last value. 0 counts steps."""
-    multiple: PacedValue = 0
+    multiple: ranges.PacedValue = 0
     """Values are multiples of it; 0 takes 64 tokens, or 1."""
 
 
@@ -1208,7 +1178,7 @@ class RootPacing(Growing):
     """Number that grows with a root of the step, which rises fast at first."""
 
     kind: ClassVar[str] = "root"
-    degree: Annotated[int, at_least(1, 64)] = 2
+    degree: Annotated[int, ranges.at_least(1, 64)] = 2
     """2 is the square root."""
 
 
@@ -1228,7 +1198,7 @@ class CustomPacing(Choice):
     """Number that a function of yours returns."""
 
     kind: ClassVar[str] = "custom"
-    num_steps: Count = 1_000
+    num_steps: ranges.Count = 1_000
     """First step of the last value."""
     function: str = ""
     """`module:function` from a step to a value, an int that never falls."""
@@ -1307,7 +1277,7 @@ class Weighted(Choice):
 class Grow(Weighted):
     """Takes each batch of an epoch once, in cycles that begin with short rows."""
 
-    num_cycles: SomeRows = 8
+    num_cycles: ranges.SomeRows = 8
     """Equal parts of an epoch."""
 
 
@@ -1329,7 +1299,7 @@ class Paced(Weighted):
 class Buckets(Choice):
     """Batches of one length each and a constant number of tokens."""
 
-    shortest: SomeTokens = 256
+    shortest: ranges.SomeTokens = 256
     """Tokens per row of the shortest bucket; each next one is twice as long, up to
     `data.length`."""
     order: Shuffle | Grow | Mixture | Paced = Shuffle()
@@ -1382,10 +1352,10 @@ class LayerDrop:
     """
 
     theta: Annotated[
-        float, Range(lambda x: 0 < x < 1, "use more than 0 and less than 1")
+        float, ranges.Range(lambda x: 0 < x < 1, "use more than 0 and less than 1")
     ] = 0.5
     """Limit of the probability of the last layer, as in the paper."""
-    gamma: NonNegative = 0.0
+    gamma: ranges.NonNegative = 0.0
     """Rate at which probabilities fall; 0 takes 100 / `num_steps`, as the paper."""
 
     def rate(self, total: int) -> float:
@@ -1398,9 +1368,9 @@ class LayerDrop:
 class EarlyStopping:
     """End of a run whose validation loss no longer falls."""
 
-    patience: Count = 3
+    patience: ranges.Count = 3
     """Evaluations in a row without a lower loss that end the run."""
-    min_improvement: NonNegative = 0.0
+    min_improvement: ranges.NonNegative = 0.0
     """Least decrease of the best loss that counts as lower."""
 
 
@@ -1408,9 +1378,9 @@ class EarlyStopping:
 class Evaluation:
     """Loss on held-out data during training."""
 
-    every_steps: Natural = 500
+    every_steps: ranges.Natural = 500
     """0 evaluates only at the end."""
-    num_batches: Annotated[int, at_least(-1)] = 8
+    num_batches: Annotated[int, ranges.at_least(-1)] = 8
     """Most batches of `global_batch_size` rows, the same for every seed and each row
     once; -1 takes all rows, and 0 never evaluates."""
     early_stopping: EarlyStopping | None = None
@@ -1420,10 +1390,10 @@ class Evaluation:
 class Checkpoint:
     """Checkpoints under `<directory>/checkpoints`."""
 
-    every_steps: Natural = 500
+    every_steps: ranges.Natural = 500
     """0 saves only at the end and on a signal."""
-    keep_last: Count = 2
-    keep_best: Natural = 1
+    keep_last: ranges.Count = 2
+    keep_best: ranges.Natural = 1
     """Checkpoints of lowest validation loss to keep besides the last. With
     `evaluation.early_stopping` a run also saves at each new lowest loss."""
     resume: Literal["auto", "never", "required"] = "auto"
@@ -1432,9 +1402,9 @@ class Checkpoint:
     """Safetensors file, or directory of a run or of a Hugging Face checkpoint, whose
     weights start a new run; those of a dense model also start one with `model.moe`,
     whose experts are copies (arXiv:2212.05055)."""
-    expert_noise: Annotated[NonNegative, NoneAt(0)] = 0.0
+    expert_noise: Annotated[ranges.NonNegative, ranges.NoneAt(0)] = 0.0
     """Noise on these copies, as a fraction of the standard deviation of each matrix."""
-    resize_vocabulary: Annotated[bool, NoneAt(False)] = False
+    resize_vocabulary: Annotated[bool, ranges.NoneAt(False)] = False
     """Whether `init_from` has fewer tokens than `model.vocab_size`; the new rows of its
     tables are the mean of the others."""
 
@@ -1443,7 +1413,7 @@ class Checkpoint:
 class Codes(Choice):
     """Codes of frozen matrices, with scales in the compute dtype."""
 
-    block_size: Annotated[int, at_least(2)] = 64
+    block_size: Annotated[int, ranges.at_least(2)] = 64
     """Most inputs that share a scale, for each output of a matrix: blocks are as large
     as divide its inputs, such as 40 of heads of 80 channels."""
 
@@ -1466,9 +1436,9 @@ class Lora:
     parameters `lora/a` and `lora/b` of a layer, and `optimizer.groups` finds them so.
     """
 
-    rank: Count = 8
+    rank: ranges.Count = 8
     """Inner dim of the adapters."""
-    alpha: Positive = 16.0
+    alpha: ranges.Positive = 16.0
     """Adapters are multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = (".*",)
     """Regular expressions searched in paths of linear layers, such as
@@ -1476,7 +1446,7 @@ class Lora:
     form: Literal["lora", "dora"] = "lora"
     """`dora` also trains the length of each column of the sum of matrix and adapter
     (arXiv:2402.09353)."""
-    dropout: Decay = 0.0
+    dropout: ranges.Decay = 0.0
     """Probability to zero an entry of what enters an adapter alone, in training."""
     also_train: tuple[str, ...] = ()
     """Regular expressions searched in paths of other parameters to train in full."""
@@ -1497,11 +1467,11 @@ class Distill:
 
     teacher: str = ""
     """Directory of the teacher's run, whose newest weights for evaluation are used."""
-    weight: Positive = 1.0
+    weight: ranges.Positive = 1.0
     """Weight of the divergence beside the cross-entropy."""
-    temperature: Positive = 1.0
+    temperature: ranges.Positive = 1.0
     """Divisor of the logits of both (arXiv:1503.02531)."""
-    fraction: Fraction = 0.7
+    fraction: ranges.Fraction = 0.7
     """Fraction of `num_steps` after which the stage ends."""
     memory: Literal["device", "pinned_host"] = "device"
     """Memory of the teacher's parameters between its passes."""
@@ -1515,9 +1485,9 @@ class Distill:
 class Profile:
     """Trace of some steps by jax.profiler, under `<directory>/trace`."""
 
-    start_step: Annotated[Count, AtMost("config.num_steps")] = 10
+    start_step: Annotated[ranges.Count, ranges.AtMost("config.num_steps")] = 10
     """First step of the trace, from 1 on."""
-    num_steps: Count = 3
+    num_steps: ranges.Count = 3
 
 
 @section
@@ -1529,11 +1499,11 @@ class Observe:
     ] = ("console", "jsonl", "tensorboard")
     project: str = "zjax"
     """Project of Weights & Biases, and experiment of MLflow."""
-    log_every_steps: Count = 10
+    log_every_steps: ranges.Count = 10
     plot: bool = True
     """Saves a picture of loss and speed at the end."""
     profile: Profile | None = None
-    peak_tflops: NonNegative = 0.0
+    peak_tflops: ranges.NonNegative = 0.0
     """Peak of one device for MFU; 0 looks it up by device name."""
 
 
@@ -1543,11 +1513,13 @@ class Processes:
 
     coordinator: str = "auto"
     """`auto` asks Slurm, Open MPI or Kubernetes; `none` runs alone; or `host:port`."""
-    num_processes: Annotated[Devices, NoneAt(0)] = 0
+    num_processes: Annotated[ranges.Devices, ranges.NoneAt(0)] = 0
     """Number of processes, with `host:port`."""
-    process_id: Annotated[int, at_least(-1, MAX_DEVICES), NoneAt(-1)] = -1
+    process_id: Annotated[
+        int, ranges.at_least(-1, ranges.MAX_DEVICES), ranges.NoneAt(-1)
+    ] = -1
     """Number of this process, with `host:port`."""
-    heartbeat_seconds: Annotated[int, at_least(1, 86_400)] = 20
+    heartbeat_seconds: Annotated[int, ranges.at_least(1, 86_400)] = 20
     """Seconds without a heartbeat after which a process counts as dead."""
 
 
@@ -1561,14 +1533,14 @@ class Elasticity:
 
     microbatch_sizes: tuple[int, ...] = (2, 4, 6)
     """Sizes to choose `microbatch_size` from, in place of the three settings above."""
-    max_batch_size: SomeRows = 2_000
+    max_batch_size: ranges.SomeRows = 2_000
     """Largest global batch."""
-    min_shards: SomeDevices = 1
-    max_shards: SomeDevices = 10_000
+    min_shards: ranges.SomeDevices = 1
+    max_shards: ranges.SomeDevices = 10_000
     """Range of the numbers of batch shards of which as many as possible shall fit."""
     prefer_larger: bool = True
     """Whether the larger of two batches that fit equally many is taken."""
-    shards_per_node: Devices = 0
+    shards_per_node: ranges.Devices = 0
     """0 counts shards (version 0.1). A number of devices counts nodes (version 0.2),
     and gives shards that do not fit a batch of their own."""
 
@@ -1577,20 +1549,20 @@ class Elasticity:
 class Config:
     """One run of zjax."""
 
-    seed: Seed = 0
-    num_steps: Count = derived.OfferedInt(1_000)
-    num_epochs: Annotated[NonNegative, NoneAt(0)] = 0.0
+    seed: ranges.Seed = 0
+    num_steps: ranges.Count = derived.OfferedInt(1_000)
+    num_epochs: Annotated[ranges.NonNegative, ranges.NoneAt(0)] = 0.0
     """Passes over the training rows, which `zjax.Trainer` counts, in place of
     `num_steps`; 0 is none."""
-    num_tokens: Annotated[Natural, NoneAt(0)] = 0
+    num_tokens: Annotated[ranges.Natural, ranges.NoneAt(0)] = 0
     """Consumed tokens that end the run of a built-in model before `num_steps`, at the
     end of a step; 0 is none."""
-    global_batch_size: Rows = derived.OfferedInt(32)
+    global_batch_size: ranges.Rows = derived.OfferedInt(32)
     """Sequences per optimizer step, over all devices and microbatches; 0 derives it
     from the two settings below. The batch of `zjax.initialize` replaces the default."""
-    num_microbatches: Rows = 0
+    num_microbatches: ranges.Rows = 0
     """Gradient accumulation steps; 0 derives it (1 by default)."""
-    microbatch_size: Rows = 0
+    microbatch_size: ranges.Rows = 0
     """Sequences per device and microbatch; 0 derives it."""
     elasticity: Elasticity | None = None
     directory: str = "runs/default"

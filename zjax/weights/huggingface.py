@@ -14,15 +14,8 @@ from zjax.ops.rotary import attention_factor
 from zjax.settings import choices, convert, schema
 from zjax.settings.derived import as_set
 from zjax.settings.mixture import experts_by_layer
-from zjax.weights import layers
+from zjax.weights import config_json, layers
 from zjax.weights.codes import find_quantized
-from zjax.weights.config_json import (
-    entries_of,
-    layer_values,
-    read_config,
-    settings_of,
-    shape_of,
-)
 from zjax.weights.families import FAMILIES
 from zjax.weights.family import Family, window_values
 from zjax.weights.rotation import rotation_values
@@ -48,15 +41,15 @@ def adapted(
     # A run, another model than the built-in ones, or names of zjax already.
     if path is None or TOKENS not in wanted or TOKENS in source.entries:
         return source
-    values = read_config(path)
-    settings, family = shape_of(values, path)
+    values = config_json.read_config(path)
+    settings, family = config_json.shape_of(values, path)
     model = convert.from_mapping(schema.Model, settings)
     free = set(family.free)
     if given.rotary.max_positions > model.rotary.max_positions:
         free.add("positions.max_positions")  # the run extends the context
     if checkpoint.resize_vocabulary:
         free.add("vocab_size")
-    mine, theirs = (entries_of(each, settings) for each in (given, model))
+    mine, theirs = (config_json.entries_of(each, settings) for each in (given, model))
     _check_model(mine, theirs, free, path)
     prefix = _find_prefix(source, family)
     layouts = dict(layouts_of(_renamed(source, family, prefix), model))
@@ -183,9 +176,11 @@ def _differences(model: schema.Model, kind: str, remedy: str) -> list[Problem]:
     """Lists settings of a model that a family would compute differently."""
     family = FAMILIES[kind]
     # Written and read back, so that whatever the keys cannot express differs.
-    settings = settings_of(config_of(model, kind), family)
-    found = entries_of(convert.from_mapping(schema.Model, settings), settings)
-    mine = entries_of(model, settings)
+    settings = config_json.settings_of(config_of(model, kind), family)
+    found = config_json.entries_of(
+        convert.from_mapping(schema.Model, settings), settings
+    )
+    mine = config_json.entries_of(model, settings)
     if model.moe and "moe.bias_rate" not in found and "moe.choice_bias" in found:
         # The family fixes only that there is a bias; a run says whether it moves.
         mine["moe.choice_bias"] = model.moe.has_choice_bias
@@ -242,7 +237,7 @@ def config_of(model: schema.Model, kind: str) -> dict[str, Any]:
         values |= rotation_values(model, family)
     values |= window_values(model, family.windows)
     if family.has_steps and model.moe:
-        values |= layer_values(model, model.moe)
+        values |= config_json.layer_values(model, model.moe)
     biases = model.has_input_bias, model.use_bias
     # strict=False: a family may have the first key alone.
     values |= dict(zip(family.biases, biases, strict=False))

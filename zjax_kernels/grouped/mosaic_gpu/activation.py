@@ -8,15 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from zjax_kernels.grouped.mosaic_gpu import product
 from zjax_kernels.grouped.mosaic_gpu.pipeline import CHUNK, TILE_ROWS
-from zjax_kernels.grouped.mosaic_gpu.product import (
-    Epilogue,
-    HalfTile,
-    multiply,
-    num_tiles,
-    tile_columns,
-    values_of_rows,
-)
 from zjax_kernels.grouped.reference import LIMIT, SLOPE, num_parts
 from zjax_kernels.grouped.tuning import Tuning, choose_tuning
 
@@ -134,7 +127,7 @@ def grouped_activation(
     parts, dtype = num_parts(activation) if activation else 1, x.dtype
     columns = weights.shape[1 if transpose else 2] // parts
 
-    def store(half: HalfTile) -> None:
+    def store(half: product.HalfTile) -> None:
         *saved, activated = half.refs.outputs
         # Rounded first: the backward pass differentiates at the saved 16-bit numbers.
         sums = [each.astype(dtype) for each in _add_bias(half)]
@@ -150,7 +143,7 @@ def grouped_activation(
             half.store(activated, start, result)
 
     widths = [parts * columns] * saves + [columns]
-    epilogue = Epilogue(
+    epilogue = product.Epilogue(
         store,
         [jax.ShapeDtypeStruct((len(x), width), dtype) for width in widths],
         num_stores=parts * saves + 1,
@@ -158,7 +151,7 @@ def grouped_activation(
         inputs=() if bias is None else (jnp.pad(bias, ((0, 1), (0, 0))),),
         num_parts=parts,
     )
-    return multiply(
+    return product.multiply(
         x,
         weights,
         sizes,
@@ -169,7 +162,7 @@ def grouped_activation(
     )
 
 
-def _add_bias(half: HalfTile) -> list[Array]:
+def _add_bias(half: product.HalfTile) -> list[Array]:
     """Returns the sums of each part, plus the bias, if any."""
     if not half.refs.inputs:
         return list(half.sums)
@@ -193,7 +186,7 @@ def grouped_activation_backward(
     (num_rows, _), columns, dtype = cotangent.shape, weights.shape[1], inputs.dtype
     parts = num_parts(activation)
 
-    def store(half: HalfTile) -> None:
+    def store(half: product.HalfTile) -> None:
         gradients, scaled, products = half.refs.outputs
         scales = half.load_rows(half.refs.inputs[1])
         total = jnp.float32(0.0)
@@ -212,11 +205,11 @@ def grouped_activation_backward(
         half.store_rows(products, total)
 
     sums = (
-        tile_columns(tuning, columns, 1),
-        num_tiles(num_rows, len(sizes)),
+        product.tile_columns(tuning, columns, 1),
+        product.num_tiles(num_rows, len(sizes)),
         TILE_ROWS,
     )
-    epilogue = Epilogue(
+    epilogue = product.Epilogue(
         store,
         [
             jax.ShapeDtypeStruct(inputs.shape, dtype),
@@ -229,7 +222,7 @@ def grouped_activation_backward(
         num_reads=parts,
         sums_rows=True,
     )
-    gradients, scaled, products = multiply(
+    gradients, scaled, products = product.multiply(
         cotangent,
         weights,
         sizes,
@@ -239,4 +232,4 @@ def grouped_activation_backward(
         interpret=interpret,
     )
     # Tiles side by side store sums apart: atomics would add in any order.
-    return gradients, scaled, values_of_rows(products.sum(0), sizes, num_rows)
+    return gradients, scaled, product.values_of_rows(products.sum(0), sizes, num_rows)
