@@ -9,14 +9,8 @@ import pytest
 from matplotlib import image
 
 from tests.support import small_run
+from zjax import observe
 from zjax.config import load_config
-from zjax.observe import (
-    plot_load,
-    plot_memory_per_stage,
-    plot_metrics,
-    plot_run,
-    read_history,
-)
 from zjax.observe.history import HISTORY
 from zjax.observe.plot import describe_load, has_load, relative_load
 from zjax.parallel.pipeline_schedule import make_schedule
@@ -38,7 +32,7 @@ def curves(axes):
 
 
 def test_a_run_shows_training_validation_and_speed(tmp_path, drawn):
-    plot_run(history(20), tmp_path / "new" / "run.png", title="a run")
+    observe.plot_run(history(20), tmp_path / "new" / "run.png", title="a run")
     upper, lower = drawn[0].axes
     np.testing.assert_allclose(
         curves(upper)["training"], [(n, 10 / n) for n in range(1, 21)]
@@ -47,7 +41,7 @@ def test_a_run_shows_training_validation_and_speed(tmp_path, drawn):
     np.testing.assert_allclose(lower.lines[0].get_ydata(), np.arange(1001, 1021))
     assert lower.get_title(loc="right") == "median 1,010 tokens/s"
     rows = [{"step": n, "loss": 1.0, "step_seconds": 0.25} for n in range(1, 5)]
-    plot_run(rows, tmp_path / "seconds.png", title="a model without tokens")
+    observe.plot_run(rows, tmp_path / "seconds.png", title="a model without tokens")
     lower = drawn[1].axes[1]
     np.testing.assert_array_equal(lower.lines[0].get_ydata(), 0.25)
     assert lower.get_title(loc="right") == "median 0.25 seconds per step"
@@ -56,7 +50,7 @@ def test_a_run_shows_training_validation_and_speed(tmp_path, drawn):
 
 
 def test_a_long_run_shows_a_centred_mean(tmp_path, drawn):
-    plot_run(history(100), tmp_path / "run.png", title="a run")
+    observe.plot_run(history(100), tmp_path / "run.png", title="a run")
     mean = curves(drawn[0].axes[0])["training, mean of 5 points"]
     losses = [10 / n for n in range(1, 101)]
     assert mean[0] == pytest.approx((3, np.mean(losses[:5])))
@@ -74,13 +68,15 @@ def test_a_long_run_shows_a_centred_mean(tmp_path, drawn):
     ],
 )
 def test_a_short_run_is_drawn_all_the_same(rows, tmp_path):
-    plot_run(rows, tmp_path / "run.png", title="a run")
+    observe.plot_run(rows, tmp_path / "run.png", title="a run")
     assert (tmp_path / "run.png").stat().st_size > 1000
 
 
 def test_bars_are_the_bytes_of_each_stage(tmp_path, drawn):
     stages = [memory.zero_bytes(7.5e9, 64, stage) for stage in memory.STAGES]
-    plot_memory_per_stage(stages, tmp_path / "memory.png", title="7.5 B on 64 devices")
+    observe.plot_memory_per_stage(
+        stages, tmp_path / "memory.png", title="7.5 B on 64 devices"
+    )
     (axes,) = drawn[0].axes
     totals = [text.get_text().strip() for text in axes.texts]
     assert totals == ["120.00 GB", "31.41 GB", "16.64 GB", "1.88 GB"]
@@ -95,7 +91,7 @@ def test_bars_are_the_bytes_of_each_stage(tmp_path, drawn):
 def test_a_number_that_no_axis_shows_leaves_a_gap(value, tmp_path, drawn):
     """Fails if Matplotlib ends the run over the picture of it."""
     rows = [*history(20), {"step": 21, "loss": value, "tokens_per_second": value}]
-    plot_run(rows, tmp_path / "run.png", title="a run")
+    observe.plot_run(rows, tmp_path / "run.png", title="a run")
     _, lower = drawn[0].axes
     assert lower.get_title(loc="right") == "median 1,010 tokens/s"
     assert np.isnan(lower.lines[0].get_ydata()[-1])
@@ -108,7 +104,7 @@ def test_metrics_are_counted_once_each(tmp_path, drawn):
         "one": np.full(9, 7.0),
         "compression": np.linspace(0.1, 0.9, 500),
     }
-    plot_metrics(values, tmp_path / "metrics.png", title="samples")
+    observe.plot_metrics(values, tmp_path / "metrics.png", title="samples")
     lengths, one, ratios = drawn[0].axes
     heights = [bar.get_height() for bar in lengths.patches]
     assert heights[:-1] == [6] * 43  # three integers, twice each
@@ -121,7 +117,7 @@ def test_metrics_are_counted_once_each(tmp_path, drawn):
 
 def test_many_samples_are_drawn_by_equally_spaced_ones(tmp_path, drawn):
     values = {"voc": np.arange(float(5 << 20))}
-    plot_metrics(values, tmp_path / "metrics.png", title="samples")
+    observe.plot_metrics(values, tmp_path / "metrics.png", title="samples")
     heights = [bar.get_height() for bar in drawn[0].axes[0].patches]
     assert sum(heights) == 1 << 20
     assert max(heights) - min(heights[:-1]) <= 1
@@ -163,7 +159,7 @@ def test_segments_are_in_their_order_and_steps_may_be_uneven(tmp_path, drawn):
         {"step": 5, "load/10": narrow, "load/2": wide},
         {"step": 6, "load/10": narrow, "load/2": wide},
     ]
-    plot_load(history, tmp_path / "load.png", title="a run")
+    observe.plot_load(history, tmp_path / "load.png", title="a run")
     axes = drawn[0].axes[0]
     found = axes.images[0].get_array()
     np.testing.assert_array_equal(found[:5, 0], [0.5, 1, 1.5, 0.5, 1.5])
@@ -178,7 +174,7 @@ def test_a_history_without_load_has_no_picture(tmp_path):
     assert not has_load([{"step": 1, "loss": 1.0, "load": 2.0, "load/x": [[1]]}])
     assert relative_load({"load": [1, 2]}) == []
     assert describe_load({}) == ""
-    assert read_history(tmp_path / HISTORY) == []
+    assert observe.read_history(tmp_path / HISTORY) == []
 
 
 def test_many_layers_take_several_lines():

@@ -15,13 +15,7 @@ from tests.support.refusals import data_error
 from zjax.data import prepare
 from zjax.errors import DataError
 from zjax.models.build import make_model
-from zjax.run.resume import (
-    changes,
-    check_messages,
-    fingerprint_functions,
-    report_changes,
-    report_functions,
-)
+from zjax.run import resume as resumes
 from zjax.schedule import pacing
 from zjax.settings import schema
 from zjax.settings.mappings import to_mapping
@@ -137,7 +131,7 @@ def test_settings_of_newer_versions_are_counted_at_their_defaults(caplog):
     for name in ("seed", "deterministic"):
         del old[name]
     del old["model"]["query_scale_size"]  # derived from the heads
-    report_changes({"config": old, "jax": jax.__version__}, config, 5)
+    resumes.report_changes({"config": old, "jax": jax.__version__}, config, 5)
     assert settings_told(caplog) == [
         "settings that differ from step 5:\n"
         "  seed: absent -> 3\n"
@@ -180,7 +174,7 @@ def test_other_schedules_of_the_same_samples_are_told(caplog, saved, other, line
     """As any setting that changes what steps compute, and not what they read."""
     before, after = (small_run.make_config("x", *BEFORE, *x) for x in (saved, other))
     extra = {"config": to_mapping(before), "jax": jax.__version__}
-    report_changes(extra, after, 7)
+    resumes.report_changes(extra, after, 7)
     head = "settings that differ from step 7:"
     assert settings_told(caplog) == ["\n".join([head, *(f"  {x}" for x in lines)])]
 
@@ -208,7 +202,7 @@ def grow_by_hand(step):
 def test_what_follows_from_the_number_of_steps_is_told(settings, numbers, told):
     before, after = (schema.Config(num_steps=x, **settings) for x in numbers)
     saved = {"config": to_mapping(before), "jax": jax.__version__}
-    assert changes(saved, after) == [("num_steps", *numbers), told]
+    assert resumes.changes(saved, after) == [("num_steps", *numbers), told]
 
 
 OLD_RECORDS = [
@@ -236,8 +230,8 @@ def test_a_record_of_old_names_resumes_without_differences(record, settings, cap
     changed = dataclasses.replace(getattr(schema.Config(), section), **settings)
     mesh = schema.Mesh(**record.get("mesh", {}))
     config = dataclasses.replace(schema.Config(mesh=mesh), **{section: changed})
-    check_messages({"config": record}, config, step=42)
-    report_changes({"config": record, "jax": jax.__version__}, config, 42)
+    resumes.check_messages({"config": record}, config, step=42)
+    resumes.report_changes({"config": record, "jax": jax.__version__}, config, 42)
     (told,) = caplog.messages
     assert f"  {section}." not in told and "at their defaults" in told
 
@@ -249,11 +243,11 @@ def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch
     settings += tuple(f"sequence_warmup{x}" for x in custom)
     config = small_run.make_config("x", *settings)
     model, dtype = make_model(config), np.float32
-    before = fingerprint_functions(config, model, compute_dtype=dtype)
+    before = resumes.fingerprint_functions(config, model, compute_dtype=dtype)
     monkeypatch.setattr(sys.modules[__name__], "grow_by_hand", lambda step: 8 + step)
     pacing._call_each.cache_clear()
-    after = fingerprint_functions(config, model, compute_dtype=dtype)
-    report_functions({"functions": before, "jax": jax.__version__}, after)
+    after = resumes.fingerprint_functions(config, model, compute_dtype=dtype)
+    resumes.report_functions({"functions": before, "jax": jax.__version__}, after)
     told = "sequence_warmup.pacing.function: the computation differs from the saved run"
     assert caplog.messages[-1] == told
     pacing._call_each.cache_clear()
@@ -261,7 +255,7 @@ def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch
 
 def test_another_jax_is_told():
     config = small_run.make_config("x")
-    found = changes({"config": {}, "jax": "0.1"}, config)
+    found = resumes.changes({"config": {}, "jax": "0.1"}, config)
     assert found[-1].setting == "jax"
     assert found[-1].value == "0.1"
 

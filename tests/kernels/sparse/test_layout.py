@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.refusals import value_error
-from zjax_kernels.sparse import (
-    BigBird,
-    draw_layout,
-    make_plan,
-    make_sequence_plan,
-    plot_layout,
-)
+from zjax_kernels import sparse
 from zjax_kernels.sparse.layout import BlockLayout, Pattern
 
 
@@ -183,10 +177,12 @@ def test_entries_outside(rows, columns, message):
 
 
 NO_LAYOUTS = {
-    "a rule": BigBird(4),
+    "a rule": sparse.BigBird(4),
     "an array": np.ones((2, 2), bool),
     "none": None,
-    "a plan": make_plan(BlockLayout.from_dense(np.eye(2), block=64, num_heads=2)),
+    "a plan": sparse.make_plan(
+        BlockLayout.from_dense(np.eye(2), block=64, num_heads=2)
+    ),
 }
 
 
@@ -194,10 +190,10 @@ NO_LAYOUTS = {
 @pytest.mark.parametrize(
     "use",
     [
-        make_plan,
-        functools.partial(make_sequence_plan, num_devices=2),
-        draw_layout,
-        plot_layout,
+        sparse.make_plan,
+        functools.partial(sparse.make_sequence_plan, num_devices=2),
+        sparse.draw_layout,
+        sparse.plot_layout,
     ],
     ids=["make_plan", "make_sequence_plan", "draw_layout", "plot_layout"],
 )
