@@ -13,6 +13,7 @@ import pytest
 from tests.reference import compression
 from tests.support import models, rules, runs, totals
 from tests.support.crossing import crossing
+from tests.support.replicas import note_programs
 from tests.support.trees import assert_close
 from zjax.errors import PlanError
 from zjax.optim.build import make_optimizer
@@ -227,20 +228,11 @@ def test_a_fragment_sends_its_own_bytes_in_four_bits():
 
 def test_a_fragment_is_sent_once_a_round_and_merged_after_the_delay():
     run = make_run(**STREAMED)
-    calls = []
-
-    def noted(name, program):
-        def call(*arguments):
-            calls.append((step, name))
-            return program(*arguments)
-
-        return call
-
-    programs = run.step.executor.programs
-    run.step.executor.programs = {n: noted(n, p) for n, p in programs.items()}
-    state = run.state
+    called, calls, state = note_programs(run), [], run.state
     for step in range(1, 9):
         state, _ = run.step(state, make_batch(step))
+        calls += [(step, name) for name in called]
+        called.clear()
     sent = [call for call in calls if call[1].startswith("mean")]
     merged = [call for call in calls if call[1].startswith("merge")]
     assert sent == [(1, "mean_0"), (3, "mean_1"), (5, "mean_0"), (7, "mean_1")]

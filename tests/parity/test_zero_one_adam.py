@@ -22,6 +22,7 @@ from tests.support.replicas import (
     grads_of_workers,
     make_batch,
     make_model,
+    note_programs,
 )
 from zjax.optim.build import make_optimizer
 from zjax.optim.onebit import AdamSteps, make_adam_steps
@@ -140,31 +141,19 @@ def test_replicas_are_equal_but_between_exchanges():
 
 def test_programs_follow_the_schedule_and_errors_start_again_once():
     """Fails if the meaning of errors changes and their values stay."""
-    run, calls = make_zero_one_run(), []
-
-    def noted(name, program):
-        def call(*arguments):
-            calls.append((step, name))
-            return program(*arguments)
-
-        return call
-
-    programs = run.step.executor.programs
-    run.step.executor.programs = {n: noted(n, p) for n, p in programs.items()}
-    state = run.state
+    run = make_zero_one_run()
+    calls, state, exchanges = note_programs(run), run.state, make_exchanges(run.config)
     for step in range(1, FREEZE + SCALER + 5):
         state, _ = run.step(state, models.make_batch(step))
         errors = [np.asarray(x) for x in leaves(state.extra.errors)]
         assert step == FREEZE or step < 5 or all(x.any() for x in errors)
         assert step != FREEZE or not any(x.any() for x in errors)
-    exchanges = make_exchanges(run.config)
-    for step in range(1, FREEZE + SCALER + 5):
-        names = [name for at, name in calls if at == step]
         phase = exchanges.at(step).phase.name
         merging = ["outer_gradients_0", "mean_0", "merge_0", "end_of_round"]
         expected = {"local": ["train"], "merged": ["train", *merging]}.get(phase)
         ending = ["without_errors"] if step == FREEZE else []
-        assert names == (expected or [phase]) + ending
+        assert calls == (expected or [phase]) + ending
+        calls.clear()
 
 
 def arguments_of(run, program):

@@ -97,3 +97,19 @@ def assert_copies_are_equal(tree):
         for shard in leaf.addressable_shards:
             first = first_of.setdefault(str(shard.index), shard.data)
             np.testing.assert_array_equal(shard.data, first)
+
+
+def note_programs(run):
+    """Returns a list to which each call of a program of `run` adds the name."""
+    calls = []
+
+    def noted(name, program):
+        def call(*arguments):
+            calls.append(name)
+            return program(*arguments)
+
+        return call
+
+    executor = run.step.executor
+    executor.programs = {n: noted(n, p) for n, p in executor.programs.items()}
+    return calls
