@@ -19,7 +19,6 @@ from zjax.errors import ConfigError, OutputError, Problem, ZjaxError, find_remed
 MAX_TEXT_BYTES = 1 << 20
 """Maximum size of a file written by a person."""
 MAX_INDEX_BYTES = 1 << 28
-"""Maximum size of an index of other files."""
 META_NAME = "meta.json"
 """File that describes the token files in a folder."""
 

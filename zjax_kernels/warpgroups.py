@@ -14,7 +14,6 @@ _INDEX = inspect.signature(plgpu.load).parameters["idx"]
 NUM_COMPUTE = 2
 """Warpgroups that compute; one more copies."""
 AXIS = "warpgroup"
-"""Name of the warpgroups' axis."""
 
 
 def launch(

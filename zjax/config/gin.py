@@ -23,9 +23,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.settings import convert, mappings, schema
 
 MAX_FILES = 100
-"""Largest number of files read, counting repeated includes."""
 MAX_VALUES = 10_000
-"""Largest number of values after macro expansion."""
 VALUES_ONLY = "set values only: config.section.name = value"
 Bindings = list[tuple[str, Any]]
 """Path and value of each binding; a path without a dot defines a macro."""

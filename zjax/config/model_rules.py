@@ -323,4 +323,3 @@ DATA_RULES: tuple[Entry, ...] = (
     (("model",), _vocabulary),
     (("data", "model"), _masking),
 )
-"""Rules of configured data sources."""

@@ -52,7 +52,6 @@ class Job:
     metrics: tuple[str, ...]
     vocab_size: int
     digest: str
-    """Digest of the dataset."""
     shard_rows: int
     output: pathlib.Path
 

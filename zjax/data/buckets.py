@@ -35,7 +35,6 @@ class Pieces:
     starts: Int64[np.ndarray, " pieces"]
     """Index of the first token in the stream."""
     sizes: Int64[np.ndarray, " pieces"]
-    """Number of tokens."""
     ends: Bool[np.ndarray, " pieces"]
     """Whether the document ends with the piece."""
 

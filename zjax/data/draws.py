@@ -129,7 +129,6 @@ class Draw(NamedTuple):
     """Rows of one global batch."""
 
     rows: Rows
-    """Source that reads the rows."""
     indices: Int64[np.ndarray, " B"]
     """Numbers of the rows in the source, in batch order."""
 

@@ -17,7 +17,6 @@ from zjax.files import new_file
 MAGIC = b"ZJAXCOLS"
 FORMAT = 1
 MAX_ROWS = 1 << 40
-"""Maximum number of rows of a file."""
 DIGEST_BYTES, NAME_BYTES = 32, 256
 # Magic, format, number of columns and rows, digest, name, checksum of the columns.
 _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s{NAME_BYTES}sI")

@@ -36,7 +36,6 @@ EARLIER_FORMAT = 1
 SUM_KEY = "checksum"
 """Key of `meta.json` with the CRC-32C of all other keys."""
 MAX_BYTES = 1 << 60
-"""Largest plausible size of a stream in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)

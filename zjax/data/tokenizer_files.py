@@ -136,7 +136,6 @@ FILES = (
     TOOL_TEMPLATE_NAME,
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
-"""Files that belong to a tokenizer, all optional."""
 MAX_FILE_BYTES = 1 << 29
 """Maximum size in bytes of a file of a tokenizer."""
 _MAX_CONFIG_BYTES = 1 << 26

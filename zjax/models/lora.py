@@ -30,7 +30,6 @@ from zjax.settings import schema
 from zjax.settings.parameters import is_adapter
 
 NAME = "lora"
-"""Name of an adapter in a layer."""
 
 
 def make_matrices(

@@ -34,7 +34,6 @@ def check_directory(directory: str) -> None:
 HISTORY = "metrics.jsonl"
 """Name of the JSON lines file in a run's directory."""
 MAX_BYTES = 1 << 32
-"""Largest metric file that is read."""
 _MAX_LINE_BYTES = 1 << 20
 """Longest line in memory; a longer line is damaged."""
 

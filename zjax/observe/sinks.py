@@ -26,9 +26,7 @@ from zjax.observe.progress import Progress
 from zjax.settings.schema import Observe
 
 _FLUSH_SECONDS = 10
-"""Seconds between flushes of TensorBoard's events."""
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-"""Packages by sink."""
 
 
 @runtime_checkable

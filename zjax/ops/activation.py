@@ -91,6 +91,4 @@ def clamped_swiglu(
 
 
 UNGATED = {"gelu": gelu, "gelu_exact": gelu_exact}
-"""Activations of one input, by `model.activation`."""
 GATED = {"swiglu": swiglu, "geglu": geglu, "clamped_swiglu": clamped_swiglu}
-"""Activations of two inputs, by `model.activation`."""

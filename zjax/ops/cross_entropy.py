@@ -42,9 +42,7 @@ class Teacher(NamedTuple):
     """
 
     hidden: Float[Array, "B L N"]
-    """Outputs of the last layer of the teacher."""
     head: Float[Array, "V N"]
-    """Output matrix of the teacher."""
     weight: Float[Array, ""]
     """Weight of the divergence beside the cross-entropy."""
     temperature: Float[Array, ""]

@@ -28,7 +28,6 @@ class Dropout(NamedTuple):
     rate: float
     """Probability that a weight becomes 0."""
     key: jax.Array
-    """Random key of the layer."""
     heads: Int[Array, " H"]
     """Number of each head: padding on a mesh may move a head."""
 

@@ -17,7 +17,6 @@ class Padded(NamedTuple):
     """Padded inputs, in DeepSpeed's order; inputs not given are None."""
 
     pad_len: int
-    """Number of tokens added."""
     input_ids: Array | None
     attention_mask: Array | None
     """False on padding."""

@@ -90,7 +90,6 @@ class LossScaler(NamedTuple):
     """State of the loss scale: four scalars."""
 
     scale: jax.Array
-    """float32[]: factor of the loss."""
     iteration: jax.Array
     """int32[]: number of updates, with or without overflow."""
     last_overflow: jax.Array

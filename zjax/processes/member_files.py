@@ -139,7 +139,6 @@ MEMBERS_VARIABLE = "ZJAX_MEMBERS_DIRECTORY"
 watches."""
 T = TypeVar("T")
 _MAX_LISTED = 3
-"""Maximum number of processes that a message lists."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,6 @@ from zjax.processes.rendezvous_server import (
 )
 
 RENDEZVOUS_SECONDS = 60.0
-"""Seconds that processes wait for peers."""
 _RETRY_SECONDS = 0.2
 _PROBE_SECONDS = 2.0
 """Seconds that a listener on the port may take to prove that a run owns the port."""

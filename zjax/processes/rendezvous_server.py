@@ -20,7 +20,6 @@ from zjax.processes.member_files import name_processes
 GREETING = b"zjax meeting 1 "
 """Prefix of every line; the number is the version of the protocol."""
 LINE_BYTES = 1 << 16
-"""Maximum length of a line in bytes."""
 ANSWER_SECONDS = 5.0
 """Seconds that a connection may take to open, or to receive the verdict."""
 _LATE_SECONDS = 5.0

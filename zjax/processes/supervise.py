@@ -27,7 +27,6 @@ _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 5
 """Seconds to wait for the cause while only consequences are known."""
 _STOP_SECONDS = 10
-"""Seconds that children may take to stop."""
 _MAX_LINES = 200
 """Lines of output per child in which lost heartbeats are searched."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

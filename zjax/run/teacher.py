@@ -35,7 +35,6 @@ from zjax.train.microbatches import split_batch
 from zjax.typing import Batch, Model, Params
 
 NAME = "teacher"
-"""Name in a batch of the teacher's outputs."""
 
 
 class Teacher:

@@ -61,7 +61,6 @@ class Picked(NamedTuple):
     """Draws of one step."""
 
     parts: Int64[np.ndarray, " draws"]
-    """Index of the part of each draw."""
     ordinals: Int64[np.ndarray, " draws"]
     """Number of earlier draws of the part, over all steps."""
 

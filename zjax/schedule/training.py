@@ -23,13 +23,10 @@ class ScheduledStep(NamedTuple):
     """Sizes and probabilities of one training step."""
 
     rows: int
-    """Rows of the batch."""
     length: int
-    """Tokens per row."""
     num_kept: int
     """Tokens of each row that middle layers run on, `length` or fewer."""
     has_teacher: bool
-    """Whether the step learns from a teacher."""
     window: int | None
     """Number of keys that a token sees; None for all."""
     theta: float | None

@@ -17,7 +17,6 @@ HIGHLY_COMPOSITE = (
 )
 """Numbers with more divisors than any smaller number (a subset, as in DeepSpeed)."""
 _MAX_LISTED = 40
-"""Number of shard counts that an error lists."""
 
 
 def elastic_batch(settings: schema.Elasticity, num_shards: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from zjax.typing import Device, Logical
 
 PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = axis_names.AXES
 BATCH_AXES = axis_names.BATCH_AXES
-"""Axes that shard the batch."""
 NESTED_AXES = (*BATCH_AXES, PIPELINE, SEQUENCE, TENSOR)
 """Order of axes in a `Mesh`: nested `shard_map`s make outer axes manual first. Devices
 are laid out in the order of `AXES`."""

@@ -111,7 +111,6 @@ class CopyStreams:
 
 
 COPY_STREAMS = CopyStreams()
-"""The copy streams of this process."""
 
 
 def send(x: jax.Array, place: NamedSharding) -> jax.Array:

@@ -179,7 +179,6 @@ def _mx_values() -> np.ndarray:
 
 
 KEY = "quantization_config"
-"""Key of a config.json."""
 _METHOD, _BLOCK = "quant_method", "weight_block_size"
 _FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     Mxfp4.method: {},

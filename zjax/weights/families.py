@@ -371,4 +371,3 @@ FAMILIES = {
         padding="pad_token_id",
     ),
 }
-"""Families by `model_type`."""

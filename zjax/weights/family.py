@@ -110,7 +110,6 @@ def computed_alone(name: str, value: Any, accepted: Iterable[Any]) -> Fault:
 PADDING = 1
 """Default padding id, where positions depend on the padding id."""
 DROPOUTS = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
-"""Settings of dropout rates."""
 BOOKKEEPING = frozenset(
     """
     _name_or_path architectures bos_token_id eos_token_id pad_token_id unk_token_id
@@ -124,7 +123,6 @@ BOOKKEEPING = frozenset(
 """Keys that do not change the logits of a language model, unless a family fixes a
 value."""
 ROTARY = {"kind": "rotary", "pairs": "halves"}
-"""Settings of rotary positions."""
 
 KNOWN = {"layer_types"}
 """Keys that any family may have."""

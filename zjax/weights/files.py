@@ -46,7 +46,6 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Codes of safetensors, by dtype name."""
 
 
 _NAMES = {code: name for name, code in DTYPES.items()}

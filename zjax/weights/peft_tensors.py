@@ -13,7 +13,6 @@ from zjax.weights.tensors import Layout, Row, layouts_of
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Start of all tensor names."""
 ENDINGS = {
     "a": "lora_A.weight",
     "b": "lora_B.weight",

@@ -180,7 +180,6 @@ MIXTRAL: tuple[Row, ...] = (
     *(*_EMBEDDING, *_INPUT_NORMS, *_ATTENTION, *_router("block_sparse_moe.gate")),
     *(*_experts("block_sparse_moe.experts", "w1", "w2", "w3"), *_HEAD),
 )
-"""Mixtral, with experts in all layers."""
 GPT_OSS: tuple[Row, ...] = (
     *(*_EMBEDDING, *_INPUT_NORMS, *_ATTENTION),
     Row("blocks.attention.sinks", f"{_LAYER}.self_attn.sinks", "heads"),
@@ -194,7 +193,6 @@ QWEN3_MOE: tuple[Row, ...] = (
     *(*_DENSE_MLP, *_router("mlp.gate")),
     *(*_experts("mlp.experts", "gate_proj", "down_proj", "up_proj"), *_HEAD),
 )
-"""Qwen3 with experts."""
 _QUERY_LATENT = tuple(
     dataclasses.replace(row, needs="latent.query_rank")
     for row in (
@@ -321,7 +319,6 @@ BERT: tuple[Row, ...] = _encoder(
     "cls.predictions.transform.LayerNorm",
     "cls.predictions.bias",
 )
-"""BERT with the head of masked tokens."""
 ROBERTA: tuple[Row, ...] = _encoder(
     "roberta", "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 )

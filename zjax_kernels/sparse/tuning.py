@@ -40,7 +40,6 @@ H200 = {
         256: Tuning(stages=1),
     },
 }
-"""Tuning by kernel and head size."""
 
 
 def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
@@ -55,4 +54,3 @@ def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
 
 
 MEASURED = TuningFile("sparse_attention.json", Tuning, {"stages": 1, "tiles": 1})
-"""Tunings by kernel and head size."""
