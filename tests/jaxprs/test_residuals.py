@@ -1,4 +1,4 @@
-"""Bytes that programs keep for their gradients, against sums by hand."""
+"""Bytes that programs keep for their gradients, and programs taken apart."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from zjax.jaxprs import residuals
+from zjax.jaxprs.program import text_of_constant, trace
 from zjax_kernels import abstract
 
 ROWS, SIZE = 16, 8
@@ -174,3 +175,29 @@ def test_logits_live_with_their_gradient():
     forward = residuals.differentiate(program, [True, True])
     found = residuals.transient_bytes(forward, [False, True]) / ONE
     assert found == 10 * (1 + 1 / 2)
+
+
+def test_part_stops_at_what_is_known():
+    program, _ = trace(lambda x: jnp.exp(jnp.sin(x)), 1.0)
+    middle = program.equations[0].outvars[0]
+    part = program.part([middle], program.outputs)
+    assert part.inputs == [middle]
+    assert float(part(0.0)[0]) == 1.0
+
+
+def test_programs_that_differ_in_scalars_have_one_form():
+    programs = [trace(lambda x, k=k: x * k + 1, 2.0)[0] for k in (3.0, 4.0)]
+    (text, first), (other, second) = [each.normal_form() for each in programs]
+    assert text == other
+    differing = [
+        i
+        for i, (x, y) in enumerate(zip(first, second, strict=True))
+        if text_of_constant(x) != text_of_constant(y)
+    ]
+    lifted = programs[0].lift(differing)
+    assert float(lifted(2.0, 4.0)[0]) == 9.0
+
+
+def test_programs_that_differ_otherwise_have_two():
+    forms = [trace(f, 2.0)[0].normal_form()[0] for f in (jnp.sin, jnp.cos)]
+    assert forms[0] != forms[1]

@@ -1,4 +1,4 @@
-"""Tokens go to the experts that the papers say."""
+"""Tokens go to the experts that the papers say, by float32 matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+import zjax
 from tests.reference import moe as reference
 from zjax.errors import ConfigError
 from zjax.moe.balance import balance_loss, move_bias, z_loss
 from zjax.moe.dispatch import keep_within_capacity
 from zjax.moe.router import Router, route, router_logits
+from zjax.sharding.mesh import abstract_mesh
+from zjax.sharding.plan import make_plan
 
 # Six tokens and three experts, computed by hand from the definitions.
 GOLDEN = jnp.array(
@@ -268,3 +271,26 @@ def test_jitter_multiplies_tokens_while_training():
     assert 0.99 <= float(noisy.min()) < 0.9901 and 1.0099 < float(noisy.max()) <= 1.01
     still = router_logits(x, kernel, jitter=0.01)
     np.testing.assert_array_equal(still, x)
+
+
+SETTINGS = {
+    "model": {
+        "num_layers": 2,
+        "embed_size": 1024,
+        "num_heads": 2,
+        "moe": {"every": 1, "num_experts": 4},
+    },
+}
+
+
+@pytest.mark.parametrize("memory", ["none", "pinned_host"])
+def test_matrices_of_routers_stay_float32(memory):
+    """Fails if tokens are routed by logits of rounded weights."""
+    config = zjax.load_config(SETTINGS, {"zero.offload": memory})
+    model = zjax.make_model(config)
+    tx = zjax.make_optimizer(config, model)
+    plan = make_plan(config, abstract_mesh(config.mesh, 8), model, tx)
+    dtypes = {row.path: str(row.dtype) for row in jax.tree.leaves(plan.compute)}
+    routers = {path: dtype for path, dtype in dtypes.items() if "router" in path}
+    assert set(routers.values()) == {"float32"}
+    assert {dtypes[path] for path in dtypes.keys() - routers} == {"bfloat16"}

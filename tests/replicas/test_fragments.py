@@ -1,6 +1,7 @@
-"""Which parameters replicas exchange, and by which program."""
+"""Which parameters replicas exchange, by which program, and that frozen ones stay."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import models, runs, totals
+from tests.support import models, runs, small_run, totals
 from zjax.ops.codecs import make_codec
 from zjax.optim.build import make_optimizer
 from zjax.replicas.exchange import exchanges_by_program
 from zjax.replicas.fragments import make_fragments
+from zjax.replicas.state import Outer
 from zjax.schedule.exchange import Exchanges, Phase, Rounds
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
@@ -118,3 +120,42 @@ def test_every_exchange_holds_what_follows_gradients_alone(exchanges, codecs, pl
         else:
             assert paths == learned
     assert not exchanges.steps_apart or of_fragments == {*learned}
+
+
+LORA, NOT_LORA = "lora.rank=2", "^(?!.*/lora/)"
+FROZEN = "^embedding|^blocks/mlp"
+GROUPS = {"optimizer": {"groups": ({"pattern": FROZEN, "learning_rate_scale": 0},)}}
+ROUNDS = (
+    "communication.local_steps.num_steps=3",
+    "communication.local_steps.num_synchronous_steps=2",
+)
+
+
+@pytest.mark.parametrize("codec", ["onebit", "int8"])
+@pytest.mark.parametrize(
+    ("settings", "frozen"),
+    [((LORA,), NOT_LORA), ((GROUPS, *ROUNDS), FROZEN)],
+    ids=["every step", "rounds after synchronous steps"],
+)
+def test_frozen_weights_stay_and_others_learn(settings, frozen, codec, tmp_path):
+    """Fails if a message, an outer step or a merge moves a frozen weight.
+
+    After the last step, which ends with an exchange, replicas have one set of weights.
+    """
+    settings = "mesh.replica=2", f"communication.codec={codec}", *settings
+    trainer = small_run.make_trainer(tmp_path, *settings, num_devices=2)
+    run, state = trainer.run, trainer.run.state
+    paths = [row.path for row in jax.tree.leaves(run.plan.master)]
+    before = [np.asarray(x) for x in jax.tree.leaves(state.master)]
+    batch = next(iter(trainer.loader))
+    for _ in range(run.config.num_steps):
+        state, _ = run.step(state, batch)
+    after = [np.asarray(x) for x in jax.tree.leaves(state.master)]
+    copies = after
+    if isinstance(state.extra, Outer):
+        copies = [np.asarray(x) for x in jax.tree.leaves(state.extra.replicas.master)]
+    learned = set()
+    for path, first, last, copy in zip(paths, before, after, copies, strict=True):
+        np.testing.assert_array_equal(copy, np.broadcast_to(last, copy.shape))
+        learned |= {path} if (first != last).any() else set()
+    assert learned == {path for path in paths if not re.search(frozen, path)}
