@@ -89,6 +89,12 @@ FAMILIES = {
         },
     ),
     "qwen2": transformers.Qwen2Config(**SIZES),
+    "smollm3": transformers.SmolLM3Config(
+        **SIZES | {"num_hidden_layers": 5},
+        pad_token_id=None,
+        no_rope_layer_interval=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+    ),
     "phi3": transformers.Phi3Config(
         **SIZES, head_dim=8, pad_token_id=0, partial_rotary_factor=0.75
     ),

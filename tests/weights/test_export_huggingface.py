@@ -50,6 +50,7 @@ def read_all(folder):
         pytest.param("phi3", (), id="joined-inputs"),
         pytest.param("phi3_long", (), id="longrope"),
         pytest.param("olmo2", (), id="olmo2"),
+        pytest.param("smollm3", (), id="layers-without-rotation"),
         pytest.param("mistral_window", (), id="mistral"),
         pytest.param("gemma2", (), id="gemma2"),
         pytest.param("gemma3_text", (), id="gemma3"),

@@ -129,6 +129,9 @@ def check(run, expected):
         ("olmo2", 4, (*SHARDED, "mesh.tensor=2")),
         ("qwen2", 4, ("mesh.sequence=4",)),
         pytest.param(
+            *("smollm3", 4, (*SHARDED, "mesh.tensor=2")), id="layers-without-rotation"
+        ),
+        pytest.param(
             *("gemma2", 4, ("mesh.tensor=2", "mesh.sequence=2")),
             id="windows-and-caps-of-split-sequences",
         ),

@@ -55,6 +55,7 @@ class Block(nnx.Module):
         self.bounds = attention.Bounds(
             config.window_size if layer.slides else 0, config.attention_soft_cap
         )
+        self.rotates = layer.rotates
         self.sparse = sparse.sparse_of(config)
         self.implementation: attention.Implementation = config.attention_kernel
         num_writers = 1 if norm_position == "stream" else 2 * config.num_layers
@@ -204,8 +205,8 @@ class Block(nnx.Module):
         """Adds attention to the stream; returns the stream and the cache."""
         x = remat.mark(tensor.pin_stream(x), remat.INPUT)
         y = self._norm_input(self.attention_norm, x)
-        rotation = context.rotation
-        if self.bounds.window and context.local_rotation is not None:
+        rotation = context.rotation if self.rotates else None
+        if self.rotates and self.bounds.window and context.local_rotation is not None:
             # Gemma 3 rotates sliding layers by another base than full ones.
             rotation = context.local_rotation
         y, cache = self.attention(y, rotation, attend, adapter_dropout)

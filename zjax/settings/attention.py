@@ -60,6 +60,9 @@ def _unsupported(model: schema.Model) -> Iterator[Problem]:
         if getattr(model, name):
             problem = f"is not built for {beside}"
             yield Problem(f"model.{name}", True, problem, "use False")
+    if every := model.rotary.unrotated_every:
+        problem = f"is not built for {beside}"
+        yield Problem("model.positions.unrotated_every", every, problem, "use 0")
 
 
 def rotation_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -76,6 +79,8 @@ longest sequence of the training before
     if not isinstance(positions, schema.Rotary):
         return
     size, given, scaling = model.head_size, positions.size, positions.scaling
+    if every := positions.unrotated_every:
+        yield from _blocks(model, "positions.unrotated_every", every)
     if given > size:
         problem = f"exceeds the {size} channels of a head"
         yield Problem(
@@ -152,6 +157,23 @@ def sliding_layers(model: schema.Model) -> tuple[bool, ...]:
     return tuple(not (every and number % every == 0) for number in numbers)
 
 
+def rotated_layers(model: schema.Model) -> tuple[bool, ...]:
+    """Whether each layer rotates queries and keys, if positions are rotary."""
+    every, numbers = model.rotary.unrotated_every, range(1, model.num_layers + 1)
+    return tuple(not (every and number % every == 0) for number in numbers)
+
+
+def periods_of_layers(model: schema.Model) -> dict[str, int]:
+    """Periods after which kinds of layers repeat, by setting; 0 for none."""
+    return {
+        "moe.every": model.moe.every if model.moe else 0,
+        "window.full_attention_every": (
+            model.window.full_attention_every if model.window else 0
+        ),
+        "positions.unrotated_every": model.rotary.unrotated_every,
+    }
+
+
 def period_of_layers(model: schema.Model) -> int:
     """Number of layers per block: the period after which kinds of layers repeat.
 
@@ -159,8 +181,7 @@ def period_of_layers(model: schema.Model) -> int:
         >>> period_of_layers(schema.Model(moe=schema.TokenChoice(every=2)))
         2
     """
-    by_window = model.window.full_attention_every if model.window else 0
-    return max(model.moe.every if model.moe else 1, by_window)
+    return max(1, *periods_of_layers(model).values())
 
 
 def window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -219,31 +240,37 @@ def _window_problems(
         problem = "has no effect with model.positions='learned'"
         remedy = "leave it at 0, or set model.positions to 'rotary'"
         yield Problem("model.window.rope_theta", window.rope_theta, problem, remedy)
+    if every:
+        yield from _blocks(model, "window.full_attention_every", every)
+
+
+_NO_PERIOD = {
+    "window.full_attention_every": ("lets no layer slide", _NO_WINDOW),
+    "positions.unrotated_every": ("lets no layer rotate", "use 0"),
+}
+"""What a period of 1 does, and the remedy."""
+
+
+def _blocks(model: schema.Model, setting: str, every: int) -> Iterator[Problem]:
+    """Yields settings that need other blocks than the period of a setting makes."""
+    field = f"model.{setting}"
     if every == 1:
-        # With 1, every layer would have full attention.
-        problem, remedy = "lets no layer slide", f"{_NO_WINDOW}, or 2 or more"
-        yield Problem("model.window.full_attention_every", 1, problem, remedy)
-    elif every:
-        yield from _blocks(model, every)
-        yield from _loads(model, every)
-
-
-def _blocks(model: schema.Model, every: int) -> Iterator[Problem]:
-    """Yields settings that need other blocks than `full_attention_every` makes."""
+        problem, remedy = _NO_PERIOD[setting]
+        yield Problem(field, 1, problem, f"{remedy}, or 2 or more")
+        return
     usual = {"moe.every": 1, "moe.first_dense": 0, "mlp_tiles": 1}
-    for name, wanted in usual.items():
-        if (value := choices.value_at(model, name)) not in (None, wanted):
+    # Another period of the same length makes equal blocks.
+    others = dict.fromkeys({*_NO_PERIOD} - {setting}, 0)
+    for name, wanted in (usual | others).items():
+        value = choices.value_at(model, name)
+        if value not in (None, wanted, every if name in others else None):
             problem = f"makes blocks of {every} layers, and model.{name}={value} "
             problem += "needs others"
             remedy = f"use 0, or model.{name}={wanted}"
-            yield Problem("model.window.full_attention_every", every, problem, remedy)
-
-
-def _loads(model: schema.Model, every: int) -> Iterator[Problem]:
-    """Yields a router bias rate, which needs blocks of one layer."""
+            yield Problem(field, every, problem, remedy)
     if rate := model.bias_rate:
         problem = "moves by the load of a block of one layer, and "
-        problem += f"model.window.full_attention_every={every} makes blocks of {every}"
+        problem += f"{field}={every} makes blocks of {every}"
         yield Problem("model.moe.bias_rate", rate, problem, "use 0 for either")
 
 

@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 from zjax.errors import Problem
 from zjax.settings import axes, choices, schema
-from zjax.settings.attention import period_of_layers, sliding_layers
+from zjax.settings.attention import (
+    period_of_layers,
+    periods_of_layers,
+    rotated_layers,
+    sliding_layers,
+)
 from zjax.settings.parameters import FROZEN, label_of
 
 MAX_EXPERTS = 2**16
@@ -22,6 +27,8 @@ class Layer(NamedTuple):
     """Number of experts in place of the feed-forward; 0 for a dense layer."""
     slides: bool = False
     """Whether a token sees only the keys of the sliding window."""
+    rotates: bool = True
+    """Whether queries and keys rotate, with rotary positions."""
 
 
 class SegmentShape(NamedTuple):
@@ -57,11 +64,13 @@ def _places(moe: schema.MoE, num_layers: int) -> range:
 def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
     """Shapes of a model's segments: runs of equal blocks.
 
-    A block has `moe.every` layers, the last with experts, or `full_attention_every`
-    layers, the last with full attention. Layers before the first and after the last
-    such block are blocks of one layer.
+    A block has `moe.every` layers, the last with experts, `full_attention_every`
+    layers, the last with full attention, or `unrotated_every` layers, the last without
+    rotation. Layers before the first and after the last such block are blocks of one
+    layer.
     """
-    kinds = zip(experts_by_layer(model), sliding_layers(model), strict=True)
+    slides, rotates = sliding_layers(model), rotated_layers(model)
+    kinds = zip(experts_by_layer(model), slides, rotates, strict=True)
     layers = [Layer(*kind) for kind in kinds]
     size, first = period_of_layers(model), model.moe.first_dense if model.moe else 0
     end = first + (model.num_layers - first) // size * size
@@ -103,8 +112,8 @@ def describe_blocks(model: schema.Model) -> str:
     every = period_of_layers(model)
     if every == 1:
         return f"model.num_layers={model.num_layers}"
-    of_experts = model.moe and model.moe.every == every
-    name = "moe.every" if of_experts else "window.full_attention_every"
+    periods = periods_of_layers(model)
+    name = max(periods, key=periods.__getitem__)
     return f"the {num_blocks(model)} blocks of model.{name}={every}"
 
 

@@ -673,6 +673,9 @@ class Rotary(Choice):
     """Slower rotations, for sequences longer than in the training of the model."""
     size: ranges.Width = 0
     """Channels of each head that rotate, the first; 0 takes all."""
+    unrotated_every: ranges.Layers = 0
+    """Every n-th layer does not rotate (NoPE, arXiv:2305.19466), as in SmolLM3; 0
+    rotates in all layers."""
     pairs: Literal["halves", "adjacent"] = "halves"
     """Channels that rotate together: i of the first half and i of the second, as in
     Llama, or 2 i and 2 i + 1, as in DeepSeek."""

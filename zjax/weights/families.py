@@ -195,6 +195,14 @@ FAMILIES = {
         biases=("attention_bias",),
         windows=Windows("switch", default=4096),
     ),
+    "smollm3": _LLAMA.derived(
+        "SmolLM3ForCausalLM",
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+        fixed={"use_sliding_window": (False,)},
+        theta=2_000_000.0,
+        unrotated_every=4,
+        unread=frozenset({"sliding_window"}),
+    ),
     "phi3": _LLAMA.derived(
         "Phi3ForCausalLM",
         rows=rows.PHI3,

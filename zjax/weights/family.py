@@ -162,7 +162,7 @@ def window_settings(
     slides = _slides(values, windows, num_layers)
     if not any(slides):
         return None
-    return {"size": _size(values, windows), "full_attention_every": _period(slides)}
+    return {"size": _size(values, windows), "full_attention_every": period_of(slides)}
 
 
 def window_values(model: schema.Model, windows: Windows) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def window_faults(
         yield from _other_types(values, _SLIDING if _size(values, windows) else _FULL)
         return
     slides = _slides(values, windows, num_layers)
-    if any(slides) and _period(slides) is None:
+    if any(slides) and period_of(slides) is None:
         name = "max_window_layers" if types is None else "layer_types"
         why = "zjax computes windows in all layers, or all but every n-th"
         yield refused(name, values.get(name), why)
@@ -253,13 +253,13 @@ def _slides(values, windows, num_layers) -> list[bool]:
     return [bool((number + 1) % period) for number in numbers]
 
 
-def _period(slides: list[bool]) -> int | None:
-    """Returns n if every n-th layer has full attention, 0 for no layer, else None."""
-    if all(slides):
+def period_of(flags: list[bool]) -> int | None:
+    """Returns n if the flag of every n-th layer is False, 0 for none, else None."""
+    if all(flags):
         return 0
-    every = slides.index(False) + 1
-    expected = [bool((number + 1) % every) for number in range(len(slides))]
-    return every if slides == expected else None
+    every = flags.index(False) + 1
+    expected = [bool((number + 1) % every) for number in range(len(flags))]
+    return every if flags == expected else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +279,8 @@ class Family:
         theta: Base of rotary positions, if a config.json has none.
         local_theta: Base of rotary positions in sliding layers; 0 for one base in all
             layers.
+        unrotated_every: Every n-th layer has no rotation, if a config.json does not
+            say; 0 for a family that rotates in all layers.
         dropouts: Keys of dropout rates, by setting; a rate without a key is 0.
         default_dropout: Dropout rate if the key is absent.
         padding: Key of the padding id, or empty. Positions start at padding id + 1, so
@@ -304,6 +306,7 @@ class Family:
     windows: Windows = NO_WINDOWS
     theta: float = 10_000.0
     local_theta: float = 0.0
+    unrotated_every: int = 0
     dropouts: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: {"attention_dropout_rate": "attention_dropout"}
     )

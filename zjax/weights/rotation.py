@@ -5,13 +5,16 @@ from typing import Any
 
 from zjax.ops.rotary import attention_factor
 from zjax.settings import choices, mappings, schema
-from zjax.weights.family import Family, Fault, refused, wrong_type
+from zjax.settings.attention import rotated_layers
+from zjax.weights.family import Family, Fault, period_of, refused, wrong_type
 
 MAPPINGS = ("rope_parameters", "rope_scaling")
 """Keys of a mapping that may scale rotary positions, in new and old checkpoints."""
 _KINDS: Mapping[str, Any] = choices.kinds(schema.RopeScaling)
 PARTIAL = "partial_rotary_factor"
 _LOCAL = "rope_local_base_freq"
+ROTATED, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
+"""Keys for the layers that rotate, 1 in spite of the name, and the period of others."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SCALED = {
     "linear": {},
@@ -34,7 +37,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _SCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
 """Settings of yarn, by key, in families with latents; no other family scales scores."""
 _ANY = {"rope_type", "type", "rope_theta", PARTIAL, "factor", _ORIGINAL}
-KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL, _LOCAL}
+KNOWN = {*MAPPINGS, "rope_theta", PARTIAL, _ORIGINAL, _LOCAL, ROTATED, _INTERVAL}
 """Keys of a config.json that this module reads."""
 
 
@@ -72,6 +75,7 @@ def rotation_settings(
     return {
         "theta": float(_theta(values, rope, family)),
         "scaling": scaling or None,
+        "unrotated_every": _unrotated_every(values, family),
         "size": model.rotary.size
         if share == 1.0
         # Rounded as in transformers.
@@ -87,6 +91,8 @@ def rotation_values(model: schema.Model, family: Family) -> dict[str, Any]:
         values[_LOCAL] = model.window.rope_theta
     if model.rotary.size and family.is_partial:
         values[PARTIAL] = model.rotary.size / model.head_size
+    if family.unrotated_every:
+        values[ROTATED] = [int(x) for x in rotated_layers(model)]
     scaling = model.rotary.scaling
     if scaling is None:
         # Without this mapping, the library would scale.
@@ -137,15 +143,49 @@ def rotation_faults(values: Mapping[str, Any], family: Family) -> Iterator[Fault
         yield refused(PARTIAL, share, "zjax computes 1.0 alone")
     yield from wrong_type("rope_theta", _theta(values, rope, family), float)
     yield from wrong_type(_LOCAL, local_theta(values, family), float)
+    if family.unrotated_every:
+        yield from _wrong_layers(values, family)
     local = _local(values)
     if _kind(local, family) != "default":
         why = "zjax computes no scaling in sliding layers"
         yield refused(f"{name}.{_SLIDING}", local, why)
 
 
+def _wrong_layers(values: Mapping[str, Any], family: Family) -> Iterator[Fault]:
+    """Yields rotated layers that are no list of the layers, or have no period."""
+    given, number = values.get(ROTATED), values.get("num_hidden_layers")
+    name = _INTERVAL if given is None else ROTATED
+    if given is None:
+        if wrong := [*wrong_type(_INTERVAL, values.get(_INTERVAL, 1), int)]:
+            yield from wrong
+            return
+    elif not isinstance(given, list) or any(x not in (0, 1) for x in given):
+        yield Fault(ROTATED, given, "is no list of 0 and 1")
+        return
+    elif len(given) != number:
+        yield Fault(ROTATED, given, f"does not name {number} layers")
+        return
+    every = _unrotated_every(values, family)
+    if every is None or every < 0 or every == 1:
+        why = "zjax rotates in all layers, or all but every n-th from 2 on"
+        yield refused(name, values.get(name), why)
+
+
+def _unrotated_every(values: Mapping[str, Any], family: Family) -> int | None:
+    """Returns n if every n-th layer does not rotate, 0 for none, else None."""
+    if not family.unrotated_every:
+        return 0
+    given = values.get(ROTATED)
+    if given is None:
+        return values.get(_INTERVAL, family.unrotated_every)
+    return period_of([*map(bool, given)])
+
+
 def unknown_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Keys of rotary positions that are not read."""
     rope, name = _rope(values), _name(values)
+    if not family.unrotated_every:
+        rope = {**rope, **{x: values[x] for x in (ROTATED, _INTERVAL) if x in values}}
     if _LOCAL in values and not family.local_theta:
         rope = {**rope, _LOCAL: values[_LOCAL]}
     known = {*_ANY, "truncate", *_SCALED.get(_kind(rope, family), ()), *_SCALES}
