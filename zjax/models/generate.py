@@ -175,25 +175,23 @@ def write_text(
     `loop` is `jax.lax.while_loop`, or a loop of the host.
     """
 
-    def step(column, tokens, text, caches):
-        read_columns = dataclasses.replace(columns, first=column - tokens.shape[1])
-        scores, caches = read(tokens, read_columns, caches)
-        return column + 1, choose(text, scores, column), caches
-
     def write(carry):
-        column, text, caches = carry
-        # The token to read was written one column earlier.
-        return step(column, text.new[:, None], text, caches)
+        column, tokens, text, caches = carry
+        # The tokens to read end one column earlier.
+        passed = dataclasses.replace(columns, first=column - tokens.shape[1])
+        scores, caches = read(tokens, passed, caches)
+        text = choose(text, scores, column)
+        return column + 1, text.new[:, None], text, caches
 
     def is_unfinished(carry):
-        column, text, _ = carry
+        column, _, text, _ = carry
         is_short = column < columns.num_columns
         # The host need not wait for a token that cannot end the text.
         return is_short if text.goes_on is None else is_short & text.goes_on
 
     # NumPy's int32 is one in programs, too, and known to the host.
-    carry = step(np.int32(prompts.shape[1]), prompts, text, None)
-    return loop(is_unfinished, write, carry)[1].tokens
+    carry = write((np.int32(prompts.shape[1]), prompts, text, None))
+    return loop(is_unfinished, write, carry)[2].tokens
 
 
 def make_reader(model: Decoder) -> Callable[..., Any]:

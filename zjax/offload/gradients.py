@@ -76,7 +76,11 @@ class Backward(Protocol):
 
 
 class WholeBackward:
-    """One program for all gradients, of models that are not a line of blocks."""
+    """One program for all gradients, of models that are not a line of blocks.
+
+    As a stack of one block the model would be seven programs that round differently,
+    and could have no state.
+    """
 
     def __init__(self, model: Model, plan: Plan, num_microbatches: int, jit: Jit):
         self.plan, self.entries = plan, model.entries
