@@ -53,7 +53,8 @@ def assert_as_on_one_device(model, settings):
         return
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(found.norms, expected.norms, rtol=5e-5)
-    assert_close(found.weights, expected.weights, rtol=1e-4, atol=2e-5)
+    # Adam moves weights of tiny gradients by rounding: a share of a step of 1e-3.
+    assert_close(found.weights, expected.weights, rtol=1e-4, atol=5e-5)
 
 
 BY_HAND = [pytest.param(name, marks=pytest.mark.slow) for name in features.PAIRS]
