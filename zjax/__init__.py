@@ -41,6 +41,7 @@ from zjax.run.initialize import initialize
 from zjax.run.saving import restore, save
 from zjax.run.step import Step, make_step
 from zjax.run.trainer import Trainer
+from zjax.run.tune import tune
 from zjax.schedule.learning_rate import make_schedule
 from zjax.sharding import Plan, abstract_mesh, make_mesh, make_plan
 from zjax.sharding.describe import describe_plan, describe_plan_totals
@@ -105,6 +106,7 @@ __all__ = [
     "pad_to_block_size",
     "restore",
     "save",
+    "tune",
     "unpad_sequence_output",
     "with_stack",
     "wrap_batches",

@@ -15,11 +15,13 @@ from tests.support.refusals import bench_error, plan_error
 from zjax.cli import main, tune_search
 from zjax.cli import tune as command
 from zjax.cli.tune import tune
-from zjax.cli.tune_search import OUT_OF_MEMORY, Facts, Runner, fastest, next_candidate
+from zjax.cli.tune_search import Facts, Runner
 from zjax.config import load_config
 from zjax.config.gin import from_gin
 from zjax.errors import BenchError, ConfigError, PlanError
+from zjax.estimate import search
 from zjax.estimate.candidates import Candidate, given_candidate
+from zjax.estimate.search import OUT_OF_MEMORY, fastest, next_candidate
 from zjax.processes.programs import Outcome, find_result
 from zjax.settings.describe import describe_config
 
@@ -282,9 +284,9 @@ GIVEN = Candidate(2, 1, "full")
 def done(candidate, speed=None, peak=1.0, failure=""):
     size = Predictions().num_bytes(candidate)
     if failure:
-        return tune_search.Outcome(candidate, size, failure=failure)
+        return search.Outcome(candidate, size, failure=failure)
     speed = speed or 1 / Predictions().seconds(candidate)
-    return tune_search.Outcome(candidate, size, speed, peak * size)
+    return search.Outcome(candidate, size, speed, peak * size)
 
 
 def pick(*outcomes, given=GIVEN, predictions=None):

@@ -2,7 +2,7 @@
 
 import pathlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -10,15 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from zjax.cli.tune_search import (
-    Facts,
-    Outcome,
-    Predictions,
-    Records,
-    Runner,
-    fastest,
-    next_candidate,
-)
+from zjax.cli.tune_search import Facts, Records, Runner
 from zjax.config.check import uncounted_problems
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.estimate.candidates import (
@@ -28,11 +20,18 @@ from zjax.estimate.candidates import (
     given_candidate,
     with_batch,
 )
+from zjax.estimate.search import (
+    Outcome,
+    describe_candidate,
+    describe_outcomes,
+    fastest,
+    next_candidate,
+    unfit,
+)
 from zjax.files import local_path
 from zjax.observe.history import check_directory
-from zjax.settings import axes, schema
+from zjax.settings import schema
 from zjax.settings.describe import describe_config
-from zjax.sharding.describe import format_bytes, render_table
 
 MAX_TRIALS = 8
 
@@ -98,7 +97,7 @@ def tune(
             progress.end(outcomes[-1])
     best = fastest(outcomes)
     if best is None:
-        raise PlanError(_no_settings(outcomes, ranked, predictor, device_gb))
+        raise PlanError(unfit(outcomes, ranked, predictor))
     fastest_lines = describe_config(best.candidate.apply(config))
     path.write_text(fastest_lines)
     return "\n".join(
@@ -110,61 +109,6 @@ def tune(
             f"next: zjax train --config={shlex.quote(str(path))}",
         ]
     )
-
-
-def describe_candidate(candidate: Candidate) -> str:
-    """Describes a candidate in one line.
-
-    Example:
-        >>> describe_candidate(Candidate(8, 2, "full", tensor=2, offload="state"))
-        'microbatch 8, ZeRO 2, remat full, tensor 2, state offloaded'
-    """
-    parts = [f"microbatch {candidate.microbatch_size}"] * bool(
-        candidate.microbatch_size
-    )
-    parts += [f"ZeRO {candidate.stage}", f"remat {candidate.remat}"]
-    parts += [_describe_mesh(candidate)] * bool(_describe_mesh(candidate))
-    if candidate.offload != "none":
-        parts += [f"{candidate.offload} offloaded"]
-    return ", ".join(parts)
-
-
-def describe_outcomes(outcomes: Sequence[Outcome], given: Candidate | None) -> str:
-    """Formats a table of trials in order, without empty columns; `given` is marked."""
-    best, stages = fastest(outcomes), {x.candidate.stage for x in outcomes}
-    columns = {
-        "": [str(number) for number in range(1, len(outcomes) + 1)],
-        "micro": [str(x.candidate.microbatch_size or "") for x in outcomes],
-        "ZeRO": [str(x.candidate.stage) for x in outcomes] if len(stages) > 1 else [],
-        "remat": [x.candidate.remat for x in outcomes],
-        "mesh": [_describe_mesh(x.candidate) for x in outcomes],
-        "offload": [x.candidate.offload.replace("none", "") for x in outcomes],
-        "predicted": [format_bytes(x.predicted_bytes) for x in outcomes],
-        "peak": [format_bytes(x.peak_bytes) if x.peak_bytes else "" for x in outcomes],
-        "tokens/s": [
-            f"{x.tokens_per_second:,.0f}" if not x.failure else "" for x in outcomes
-        ],
-        " ": [_note(x, best, given) for x in outcomes],
-    }
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
-    numbers = ("", "micro", "ZeRO", "predicted", "peak", "tokens/s")
-    right = [index for index, name in enumerate(shown) if name in numbers]
-    rows = zip(*shown.values(), strict=True)
-    return render_table([*shown], rows, right=right)
-
-
-def _note(outcome: Outcome, best: Outcome | None, given: Candidate | None) -> str:
-    """Failure of a trial, or marks of the given and the fastest settings."""
-    notes = [outcome.failure] * bool(outcome.failure)
-    notes += ["as given"] * (outcome.candidate == given)
-    notes += ["fastest"] * (outcome is best)
-    return ", ".join(notes)
-
-
-def _describe_mesh(candidate: Candidate) -> str:
-    """Axes of a candidate that are larger than 1."""
-    sizes = {axis: getattr(candidate, axis) for axis in axes.OPEN_AXES}
-    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def _output_problems(path: pathlib.Path) -> Iterator[Problem]:
@@ -204,30 +148,6 @@ def _changes(given: str, chosen: str) -> Iterator[str]:
 def _lines(settings: str) -> list[str]:
     """Lines of a Gin config without comments."""
     return [line.partition("  #")[0] for line in settings.splitlines()]
-
-
-def _no_settings(
-    outcomes: Sequence[Outcome],
-    ranked: Sequence[Candidate],
-    predictions: Predictions,
-    device_gb: int | float,
-) -> Problem:
-    """Explains why no candidate works, fits or succeeded."""
-    if outcomes:
-        problem = f"fail, the last with: {outcomes[-1].failure}"
-        remedy = "see tune.log in the directory of the run"
-        return Problem("trials", len(outcomes), problem, remedy)
-    possible = [x for x in ranked if not predictions.obstacle(x)]
-    sizes = {x: predictions.num_bytes(x) for x in possible}
-    if not sizes:
-        problem = f"has no settings that can work: {predictions.obstacle(ranked[0])}"
-        return Problem("trials", 0, problem, "see zjax plan")
-    least = min(sizes, key=sizes.__getitem__)
-    problem = (
-        f"has no settings that fit: {describe_candidate(least)} takes "
-        f"{sizes[least] / 1e9:.1f} GB of {predictions.usable_bytes / 1e9:.1f} GB"
-    )
-    return Problem("trials", 0, problem, "use more devices, or a smaller model")
 
 
 class _Progress:

@@ -1,4 +1,4 @@
-"""Candidates of `zjax tune`: chosen, measured in child processes, and recorded."""
+"""Trials of `zjax tune`: measured in child processes, and recorded."""
 
 import dataclasses
 import hashlib
@@ -7,11 +7,9 @@ import math
 import os
 import pathlib
 import re
-import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 
@@ -19,6 +17,7 @@ from zjax.config.load import load_config
 from zjax.errors import BenchError, Problem, ZjaxError
 from zjax.estimate.candidates import Candidate
 from zjax.estimate.mesh import this_machine
+from zjax.estimate.search import Outcome
 from zjax.estimate.trial import Machine
 from zjax.files import append_line, parse_json, read_lines
 from zjax.processes.programs import result_line, run_program
@@ -112,133 +111,6 @@ class Runner:
         return outcome.result, failure
 
 
-if __name__ == "__main__":
-    try:
-        main()
-    except ZjaxError as error:
-        print(f"zjax: {error}")
-        sys.exit(2)
-
-
-OUT_OF_MEMORY = "out of memory"
-_PLAUSIBLE = 1.15
-"""Ratio of predicted seconds to the best, above which candidates are not tried."""
-_AFTER_FAILURE = 0.8
-"""Fraction of predicted bytes that ran out of memory, up to which candidates fit."""
-_LEAST_SCALE, _MOST_SCALE = 0.7, 1.3
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """Result of a trial of a candidate.
-
-    Args:
-        tokens_per_second: Tokens per second and device; 0 if the trial failed.
-        peak_bytes: Measured bytes per device; 0 if unknown.
-        failure: Reason of a failure; empty if the trial succeeded.
-    """
-
-    candidate: Candidate
-    predicted_bytes: int | float
-    tokens_per_second: int | float = 0.0
-    peak_bytes: int | float = 0.0
-    failure: str = ""
-
-
-@runtime_checkable
-class Predictions(Protocol):
-    """Interface of a `Predictor` to the search."""
-
-    @property
-    def usable_bytes(self) -> int | float:
-        """Bytes of a device that a step may take."""
-        ...
-
-    def obstacle(self, candidate: Candidate) -> str:
-        """Reason why a candidate cannot work; empty if it can."""
-        ...
-
-    def num_bytes(self, candidate: Candidate) -> int | float:
-        """Predicted bytes per device of a step."""
-        ...
-
-    def seconds(self, candidate: Candidate) -> float:
-        """Predicted seconds of a step, to rank candidates by."""
-        ...
-
-
-def next_candidate(
-    ranked: Sequence[Candidate],
-    given: Candidate | None,
-    outcomes: Sequence[Outcome],
-    predictions: Predictions,
-) -> Candidate | None:
-    """Chooses the candidate of the next trial; None if no candidate promises more.
-
-    First the given settings, if they fit; then the best by prediction, until a trial
-    works; then neighbours of the fastest in one choice. `ranked` is sorted by predicted
-    seconds. Out-of-memory failures and measured peaks correct the predicted bytes that
-    fit.
-    """
-    tried = {outcome.candidate for outcome in outcomes}
-    limit = _limit(outcomes, predictions.usable_bytes)
-
-    def fits(candidate: Candidate) -> bool:
-        if candidate in tried or predictions.obstacle(candidate):
-            return False
-        return predictions.num_bytes(candidate) <= limit
-
-    if given and fits(given):
-        return given
-    best = fastest(outcomes)
-    # The given settings may be slow: the best prediction is tried, too.
-    if not best or all(x.candidate == given for x in outcomes if not x.failure):
-        return next(filter(fits, ranked), None)
-    longest = _PLAUSIBLE * predictions.seconds(best.candidate)
-    near = (
-        candidate
-        for candidate in ranked
-        if _is_near(candidate, best.candidate, ranked)
-        and predictions.seconds(candidate) <= longest
-    )
-    return next(filter(fits, near), None)
-
-
-def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Trial with the most tokens per second; None if all failed."""
-    done = [outcome for outcome in outcomes if not outcome.failure]
-    return max(done, key=lambda x: x.tokens_per_second, default=None)
-
-
-def _limit(outcomes: Sequence[Outcome], usable: int | float) -> float:
-    """Predicted bytes up to which a candidate counts as fitting."""
-    ratios = [x.peak_bytes / x.predicted_bytes for x in outcomes if x.peak_bytes]
-    scale = statistics.median(ratios) if ratios else 1.0
-    # Bounds keep one odd measurement from moving the limit far.
-    limit = usable / min(max(scale, _LEAST_SCALE), _MOST_SCALE)
-    failed = [x.predicted_bytes for x in outcomes if x.failure == OUT_OF_MEMORY]
-    return min([limit, *(_AFTER_FAILURE * size for size in failed)])
-
-
-def _is_near(one: Candidate, best: Candidate, ranked: Sequence[Candidate]) -> bool:
-    """Whether two candidates differ in one choice; microbatch sizes are adjacent."""
-    values = dataclasses.asdict(one), dataclasses.asdict(best)
-    changed = [name for name in values[0] if values[0][name] != values[1][name]]
-    if changed != ["microbatch_size"]:
-        return len(changed) == 1
-    sizes = sorted(
-        {x.microbatch_size for x in ranked if _differs_in_size(x, best)}
-        | {best.microbatch_size}
-    )
-    here = sizes.index(best.microbatch_size)
-    return one.microbatch_size in sizes[max(0, here - 1) : here + 2]
-
-
-def _differs_in_size(one: Candidate, other: Candidate) -> bool:
-    """Whether two candidates are equal up to the microbatch size."""
-    return dataclasses.replace(one, microbatch_size=other.microbatch_size) == other
-
-
 class Records:
     """Recorded trials of one run on one kind of machine."""
 
@@ -269,3 +141,11 @@ class Records:
 def _outcome(row: dict) -> Outcome:
     """Outcome from a row of the file."""
     return Outcome(candidate=Candidate(**row.pop("candidate")), **row)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ZjaxError as error:
+        print(f"zjax: {error}")
+        sys.exit(2)

@@ -3,14 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, ZjaxError
 from zjax.estimate.activations import activation_bytes, sent_bytes
-from zjax.estimate.mesh import find_obstacle, possible_meshes
+from zjax.estimate.mesh import (
+    bytes_of_rows,
+    close_unused,
+    find_obstacle,
+    possible_meshes,
+)
 from zjax.estimate.traced import run_flops
 from zjax.estimate.trial import Machine, batch_on, state_bytes
 from zjax.models import flops
@@ -22,12 +27,14 @@ from zjax.settings.parameters import is_held_frozen
 from zjax.sharding import mesh as meshes
 from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
-from zjax.typing import Model
+from zjax.typing import Batch, Model
 
 REMATS = ("none", "elementwise", "attention_and_mlp", "attention", "full")
 """Policies of `model.remat`, by increasing recomputation."""
 Offload = Literal["none", "state", "blocks"]
 """Arrays stored in host memory; `blocks` offloads parameters besides the state."""
+_OWN: tuple[Offload, ...] = ("none", "state")
+"""Offload of models of the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Candidate:
         microbatch_size: Sequences per device and microbatch; 0 if `elasticity` sets
             the size.
         stage: ZeRO stage, 0 to 3.
-        remat: Policy of `model.remat`.
+        remat: Policy of `model.remat`; empty for a model of the user.
         pipeline: Size of the pipeline axis.
         sequence: Size of the sequence axis.
         tensor: Size of the tensor axis.
@@ -65,7 +72,7 @@ class Candidate:
             "microbatch_size": self.microbatch_size,
             "zero.stage": self.stage,
             "zero.offload": None if self.offload == "none" else host,
-            "model.remat": self.remat,
+            **({"model.remat": self.remat} if self.remat else {}),
             **{f"mesh.{axis}": size for axis, size in sizes.items()},
         }
 
@@ -88,9 +95,24 @@ def with_batch(config: schema.Config, machine: Machine) -> schema.Config:
     )
 
 
-def candidates(config: schema.Config, machine: Machine) -> Iterator[Candidate]:
+class Own(NamedTuple):
+    """A model of the user with a global batch and an optimizer."""
+
+    model: Model
+    batch: Batch
+    tx: Any
+
+
+def candidates(
+    config: schema.Config, machine: Machine, own: Own | None = None
+) -> Iterator[Candidate]:
     """Yields all candidates; some cannot work. Mesh axes above 1 stay as configured."""
-    opened = dataclasses.replace(config, mesh=open_mesh(config.mesh))
+    mesh = open_mesh(config.mesh)
+    # The loss of the user recomputes as it is written, and has no blocks.
+    remats, offloads = (REMATS, get_args(Offload)) if own is None else ([""], _OWN)
+    if own:
+        mesh = close_unused(mesh, own.model, own.batch)
+    opened = dataclasses.replace(config, mesh=mesh)
     for mesh in possible_meshes(opened, machine):
         shards = math.prod(getattr(mesh, axis) for axis in axes.BATCH_AXES)
         is_sharded = shards * mesh.sequence > 1
@@ -98,8 +120,8 @@ def candidates(config: schema.Config, machine: Machine) -> Iterator[Candidate]:
         sizes = {axis: getattr(mesh, axis) for axis in axes.OPEN_AXES}
         for microbatch in microbatch_sizes(config, shards):
             for stage in stages:
-                for remat in REMATS:
-                    for offload in get_args(Offload):
+                for remat in remats:
+                    for offload in offloads:
                         yield Candidate(
                             microbatch, stage, remat, **sizes, offload=offload
                         )
@@ -118,7 +140,9 @@ def microbatch_sizes(config: schema.Config, num_shards: int) -> list[int]:
     return [] if rest else [n for n in range(1, rows + 1) if rows % n == 0]
 
 
-def given_candidate(config: schema.Config, machine: Machine) -> Candidate | None:
+def given_candidate(
+    config: schema.Config, machine: Machine, own: Own | None = None
+) -> Candidate | None:
     """Candidate of the given settings; None if no candidate has them."""
     offload = _offload_of(config.zero)
     sizes = {axis: getattr(config.mesh, axis) for axis in axes.OPEN_AXES}
@@ -131,7 +155,7 @@ def given_candidate(config: schema.Config, machine: Machine) -> Candidate | None
     return Candidate(
         0 if config.elasticity else batch.microbatch_size,
         config.zero.stage,
-        config.model.remat,
+        "" if own else config.model.remat,
         **sizes,
         offload=offload,
     )
@@ -163,7 +187,7 @@ def _num_shards(config: schema.Config, machine: Machine) -> int:
     return math.prod(sizes[axis] for axis in axes.BATCH_AXES)
 
 
-RECOMPUTED = {"none": 0.0, "elementwise": 0.02, "attention_and_mlp": 0.12}
+RECOMPUTED = {"": 0.0, "none": 0.0, "elementwise": 0.02, "attention_and_mlp": 0.12}
 RECOMPUTED |= {"dots": 0.05, "attention": 0.23, "full": 0.34}
 """Fraction of a step recomputed by each policy, for a 4x wide feed-forward."""
 _UNKNOWN_FLOPS = 1e14
@@ -186,17 +210,26 @@ class Predictor:
         config: Settings of the run, from `with_batch`.
         machine: Devices to predict for.
         kind: Kind of the devices, which names the peak FLOP/s.
+        own: Model of the user; None for the model of the config. The exchanges that the
+            compiler inserts into a loss of the user are not predicted.
     """
 
-    def __init__(self, config: schema.Config, machine: Machine, kind: str):
-        self._config, self._machine = config, machine
+    def __init__(
+        self,
+        config: schema.Config,
+        machine: Machine,
+        kind: str,
+        own: Own | None = None,
+    ):
+        self._config, self._machine, self._own = config, machine, own
         dtype = config.precision.compute_dtype
         # Matmuls are assumed to reach half of the peak.
         self._flops = (flops.peak_flops(kind, dtype) or _UNKNOWN_FLOPS) / 2
-        self._model = model = make_model(config)
+        self._model = model = own.model if own else make_model(config)
+        self._length = _num_positions(own.batch) if own else config.data.length
         self._num_params, self._num_trained = _count_params(config, model)
-        work = run_flops(model, model.inputs, config)
-        self._flops_per_token = work.seen / config.data.length
+        work = run_flops(model, own.batch if own else model.inputs, config)
+        self._flops_per_token = work.seen / self._length
         self._states = dict[Any, int | float | ZjaxError]()
         self._made = dict[bool, tuple[Model, Any]]()
         self._sent = dict[schema.Mesh, float]()
@@ -214,7 +247,9 @@ class Predictor:
             config = candidate.apply(self._config)
             mesh = self._mesh(config)
             config = dataclasses.replace(config, mesh=open_mesh(self._config.mesh))
-            found = find_obstacle(config, mesh, self._machine, None)
+            how = {"tx": self._own.tx if self._own else None}
+            how |= {"user_model": self._own is not None}
+            found = find_obstacle(config, mesh, self._machine, **how)
             self._obstacles[candidate] = found or self._misfit(candidate)
         return self._obstacles[candidate]
 
@@ -238,6 +273,11 @@ class Predictor:
         state = self._states[key]
         if isinstance(state, ZjaxError):
             raise state
+        if self._own:
+            dtype = config.precision.compute_dtype
+            model, rows, _ = self._own
+            found = bytes_of_rows(model, rows, batch.microbatch_size, dtype)
+            return state + found / (mesh.sequence * mesh.tensor)
         sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
         return state + activation_bytes(config, sizes, batch, self._model)
 
@@ -250,7 +290,7 @@ class Predictor:
         shares = mesh.tensor * mesh.pipeline
         params, learned = self._num_params / shares, self._num_trained / shares
         number = batch.num_microbatches
-        length = config.data.length / mesh.sequence
+        length = self._length / mesh.sequence
         tokens = batch.microbatch_size * length
         seconds = tokens * self._flops_per_token / shares / self._flops
         seconds *= (1 + RECOMPUTED[candidate.remat]) * (
@@ -277,6 +317,8 @@ class Predictor:
     ) -> int | float | ZjaxError:
         """Bytes of the state, or the error of arrays that cannot be placed."""
         is_offloaded = config.zero.offloads_state
+        if self._own:
+            self._made[is_offloaded] = self._own.model, self._own.tx
         # Offload stores layers apart, which changes model and optimizer.
         if is_offloaded not in self._made:
             model = make_model(config)
@@ -303,6 +345,8 @@ class Predictor:
         self, config: schema.Config, mesh: schema.Mesh, num_rows: int
     ) -> float:
         """Seconds of the collectives of all layers, for one microbatch."""
+        if self._own:
+            return 0.0
         sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
         split = {axis: sizes[axis] for axis in (meshes.SEQUENCE, meshes.TENSOR)}
         if mesh not in self._sent:
@@ -329,6 +373,11 @@ class Predictor:
         """Mesh settings with all axis sizes known."""
         sizes = meshes.mesh_sizes(config.mesh, self._machine.num_devices)
         return dataclasses.replace(config.mesh, **sizes)
+
+
+def _num_positions(batch: Batch) -> int:
+    """Number of positions of a row, such as tokens: the second dim of the batch."""
+    return max((x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1), default=1)
 
 
 def _count_params(config: schema.Config, model: Model) -> tuple[int, int]:

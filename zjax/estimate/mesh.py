@@ -233,10 +233,10 @@ def propose_mesh(
 
     count_rows = None
     if own:
-        closed = _close_unused(config.mesh, *own)
+        closed = close_unused(config.mesh, *own)
         config = dataclasses.replace(config, mesh=closed)
         dtype = config.precision.compute_dtype
-        count_rows = functools.cache(lambda number: _bytes_of_rows(*own, number, dtype))
+        count_rows = functools.cache(lambda number: bytes_of_rows(*own, number, dtype))
     is_own, trials = own is not None, list[Trial]()
     for mesh in possible_meshes(config, machine):
         if not _may_split_sequences(config, mesh, trials, machine):
@@ -256,7 +256,7 @@ def propose_mesh(
     raise PlanError(no_room(config, trials, machine, user_model=is_own))
 
 
-def _close_unused(mesh: schema.Mesh, model: Model, batch: Batch) -> schema.Mesh:
+def close_unused(mesh: schema.Mesh, model: Model, batch: Batch) -> schema.Mesh:
     """Closes open axes that split nothing of a model of the user."""
     used = groups.used_axes(model, mesh) & {meshes.TENSOR}
     if any(len(x.shape) > 1 for x in jax.tree.leaves(batch)):
@@ -266,7 +266,7 @@ def _close_unused(mesh: schema.Mesh, model: Model, batch: Batch) -> schema.Mesh:
     return dataclasses.replace(mesh, **closed)
 
 
-def _bytes_of_rows(model: Model, batch: Batch, number: int, dtype: str) -> float:
+def bytes_of_rows(model: Model, batch: Batch, number: int, dtype: str) -> float:
     """Counts the bytes of activations of some rows on one device."""
 
     def shape(x: Any, *rows: int) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,6 @@
 """Turns a user's model, optimizer, loss and config into a run."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from zjax.config.check import check_config
 from zjax.config.load import load_beside
 from zjax.data.entries import check_batch, entries_of
 from zjax.errors import ConfigError, ModelError, Problem
+from zjax.estimate.candidates import Own
 from zjax.estimate.mesh import choose_mesh, is_open
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import adapter
@@ -95,6 +95,33 @@ def initialize(
     devices = jax.devices() if devices is None else devices
     if problems := unread_schedule(tx, schedule):
         raise ConfigError(*problems)
+    config, own = prepare(
+        *(model, tx, loss_fn, batch, config),
+        replicated=replicated,
+        cast=cast,
+        devices=devices,
+    )
+    model, batch, tx = own
+    if is_open(config.mesh):
+        config = choose_mesh(config, devices, tx, (model, batch))
+        _check(config, len(devices), tx)
+    if loss_fn is not None:
+        check_axes(config, len(devices), model, batch)
+    return start_run(config, model, tx, schedule=schedule, devices=devices, batch=batch)
+
+
+def prepare(
+    model: Any,
+    tx: Any,
+    loss_fn: Callable[..., Any] | None,
+    batch: Batch,
+    config: Any,
+    *,
+    replicated: Sequence[str],
+    cast: Sequence[str] | None,
+    devices: Sequence[Device],
+) -> tuple[Config, Own]:
+    """Checks the arguments of `initialize`, and turns them into pure functions."""
     config = load_beside(tx, {} if config is None else config)
     batch = check_batch(batch, {}, rows_differ=True)
     entries = _entries_of(model, batch, replicated)
@@ -104,13 +131,7 @@ def initialize(
         config = dataclasses.replace(config, global_batch_size=num_rows)
     given = config.mesh
     config = dataclasses.replace(config, mesh=close_axes(given))
-    check = functools.partial(
-        check_config,
-        num_devices=len(devices),
-        user_model=True,
-        user_optimizer=tx is not None,
-    )
-    check(config)
+    _check(config, len(devices), tx)
     config = _with_rows(config, num_rows, len(devices))
     check_has_effect(config, model)
     _check_loss(model, loss_fn)
@@ -133,13 +154,12 @@ def initialize(
     with dtype_promotion():
         if tx is not None and loss_fn is not None:
             tx = adapter.adapt_optimizer(tx, user_model, model)
-    if is_open(given):
-        config = dataclasses.replace(config, mesh=given)
-        config = choose_mesh(config, devices, tx, (model, batch))
-        check(config)
-    if loss_fn is not None:
-        check_axes(config, len(devices), model, batch)
-    return start_run(config, model, tx, schedule=schedule, devices=devices, batch=batch)
+    return dataclasses.replace(config, mesh=given), Own(model, batch, tx)
+
+
+def _check(config: Config, num_devices: int, tx: Any) -> None:
+    """Refuses settings that do not go with a model of the user."""
+    check_config(config, num_devices, user_model=True, user_optimizer=tx is not None)
 
 
 def _takes_rows(config: Config) -> bool:
