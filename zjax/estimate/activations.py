@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -96,10 +95,11 @@ def sent_bytes(
         >>> sent["tensor"] / (stream / 2)  # 8 per layer, and 1 of the embedding
         97.0
     """
-    split = {axis: sizes[axis] for axis in (EXPERT, SEQUENCE, TENSOR)}
-    if set(split.values()) == {1}:
+    expert, sequence, tensor = (sizes[axis] for axis in (EXPERT, SEQUENCE, TENSOR))
+    if expert == sequence == tensor == 1:
         return Sent()
-    mesh = abstract_mesh(schema.Mesh(data=1, **split), math.prod(split.values()))
+    given = schema.Mesh(data=1, expert=expert, sequence=sequence, tensor=tensor)
+    mesh = abstract_mesh(given, expert * sequence * tensor)
     shape = _shape_of(config, is_ring=False)
     parts = _trace(_Run(shape, num_rows, config.data.length, mesh, model))
     total = on_devices(mesh, lambda: total_sent(parts, config.model.remat))

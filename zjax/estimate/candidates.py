@@ -247,9 +247,8 @@ class Predictor:
             config = candidate.apply(self._config)
             mesh = self._mesh(config)
             config = dataclasses.replace(config, mesh=open_mesh(self._config.mesh))
-            how = {"tx": self._own.tx if self._own else None}
-            how |= {"user_model": self._own is not None}
-            found = find_obstacle(config, mesh, self._machine, **how)
+            tx, is_own = self._own.tx if self._own else None, self._own is not None
+            found = find_obstacle(config, mesh, self._machine, tx, user_model=is_own)
             self._obstacles[candidate] = found or self._misfit(candidate)
         return self._obstacles[candidate]
 

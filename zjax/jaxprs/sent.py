@@ -69,7 +69,8 @@ class _Count:
     """Adds up the bytes of the equations of a program; follows sharding constraints."""
 
     def __init__(self) -> None:
-        self.total = Sent()
+        # A Counter is typed for whole numbers; shares of bytes add up as well.
+        self.total: Any = Sent()
 
     def visit(self, program: Closed) -> Sent:
         """Counts a program, whose inputs have any sharding."""
