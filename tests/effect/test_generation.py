@@ -8,6 +8,7 @@ import pytest
 
 from tests.support import features
 from zjax.models import generate
+from zjax.sharding import plan as plans
 
 ROWS, PROMPT, NUM_NEW = 8, 4, 7
 MESHES = pytest.mark.parametrize(
@@ -23,9 +24,16 @@ MESHES = pytest.mark.parametrize(
 """Rows and heads of 8 rows and 4 heads that a device holds."""
 
 
+@pytest.fixture(autouse=True)
+def _small_arrays_are_moved(monkeypatch):
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+
+
 def start(settings):
-    """A run, and the prompts of a text."""
+    """A run with blocks where they should be, and the prompts of a text."""
     run = features.start(features.config_of(settings))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(run.state.params)}
+    assert ("pinned_host" in kinds) == ("pinned_host" in settings)
     return run, np.random.default_rng(0).integers(0, 41, (ROWS, PROMPT))
 
 

@@ -61,8 +61,10 @@ def test_the_fastest_trial_is_returned_and_runs(tried, caplog):
     assert run.config.global_batch_size == ROWS and float(metrics["loss"]) > 0
 
 
-def test_steps_are_taken_and_timed_on_the_devices():
-    config = zjax.tune(*arguments(), num_trials=1)
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), None], ids=["given", "of the config"])
+def test_steps_are_taken_and_timed_on_the_devices(tx):
+    model, _, *others = arguments()
+    config = zjax.tune(model, tx, *others, num_trials=1)
     assert config.global_batch_size == ROWS
     assert config.zero.stage == zjax.Config().zero.stage
 

@@ -316,12 +316,11 @@ class Predictor:
     ) -> int | float | ZjaxError:
         """Bytes of the state, or the error of arrays that cannot be placed."""
         is_offloaded = config.zero.offloads_state
-        if self._own:
-            self._made[is_offloaded] = self._own.model, self._own.tx
         # Offload stores layers apart, which changes model and optimizer.
         if is_offloaded not in self._made:
-            model = make_model(config)
-            self._made[is_offloaded] = model, make_optimizer(config, model)
+            model, _, tx = self._own or Own(make_model(config), {}, None)
+            tx = make_optimizer(config, model) if tx is None else tx
+            self._made[is_offloaded] = model, tx
         try:
             config = dataclasses.replace(config, mesh=mesh)
             return state_bytes(config, *self._made[is_offloaded])
