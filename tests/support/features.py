@@ -222,6 +222,7 @@ FEATURES = {
         "zero.offload=pinned_host zero.stage=2 model.remat=attention",
     ),
     "host, some tokens": ("layerwise", HOST + "zero.stage=3 mesh.data=2"),
+    "host, tokens of a span": ("span", HOST + "zero.stage=2 mesh.data=2"),
     "disks": (
         "llama",
         "zero.offload=nvme zero.offload.parameter_memory=nvme "
