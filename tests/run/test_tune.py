@@ -50,9 +50,11 @@ def tried(monkeypatch):
 
 
 def test_the_fastest_trial_is_returned_and_runs(tried, caplog):
-    config = zjax.tune(*arguments(), {"zero": {"stage": 1}}, num_trials=5)
+    settings = {"zero": {"stage": 1}, "seed": 7}
+    config = zjax.tune(*arguments(), settings, num_trials=5)
     # The given settings come first, fail, and are passed over.
     assert tried[0].zero.stage == 1 and config.zero.stage != 1
+    assert {x.seed for x in (config, *tried)} == {7}
     ran = [x.zero.stage for x in tried]
     assert len({*ran}) > 2 and config.zero.stage == max(ran)
     assert "it=1 breaks" in caplog.text and "rows/s" in caplog.text
