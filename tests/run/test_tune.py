@@ -14,6 +14,10 @@ from zjax.estimate.candidates import Candidate
 from zjax.run import tune as tuning
 
 WIDTH, ROWS = 512, 32
+RULES = (
+    {"pattern": "up/kernel", "dims": ("", "mlp")},
+    {"pattern": "down/kernel", "dims": ("mlp", "")},
+)
 
 
 class Net(nnx.Module):
@@ -61,6 +65,28 @@ def test_the_fastest_trial_is_returned_and_runs(tried, caplog):
     run = zjax.initialize(*arguments(), config)
     _, metrics = run.step(run.state, arguments()[-1])
     assert run.config.global_batch_size == ROWS and float(metrics["loss"]) > 0
+
+
+@pytest.mark.parametrize("mesh", ["auto", {}])
+def test_rows_that_the_devices_do_not_divide_are_placed_on_a_mesh(mesh):
+    """Fails if the mesh of all devices is checked before others are tried."""
+    *others, batch = arguments()
+    batch = jax.tree.map(lambda x: x[:12, None], batch)
+    settings = {"mesh": {"tensor": 4, "data": 2, "rules": RULES}}
+    if mesh == "auto":
+        settings["mesh"] |= {"tensor": 0, "data": -1}
+    run = zjax.initialize(*others, batch, settings)
+    assert run.mesh.shape["tensor"] in (2, 4, 8) and run.mesh.shape["data"] in (1, 2, 4)
+    state, _ = run.step(run.state, batch)
+    assert int(state.step) == 1
+
+
+def test_offload_as_given_keeps_what_no_candidate_varies():
+    offload = {"kind": "pinned_host", "delay_updates_from": 3}
+    config = zjax.load_config({"zero": {"stage": 2, "offload": offload}})
+    host, device = (Candidate(1, 2, "", offload=x) for x in ("state", "none"))
+    assert host.apply(config).zero.offload == config.zero.offload
+    assert device.apply(config).zero.offload is None
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), None], ids=["given", "of the config"])

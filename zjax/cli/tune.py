@@ -96,8 +96,9 @@ def tune(
             records.append(outcomes[-1])
             progress.end(outcomes[-1])
     best = fastest(outcomes)
+    log = "tune.log in the directory of the run"
     if best is None:
-        raise PlanError(unfit(outcomes, ranked, predictor))
+        raise PlanError(unfit(outcomes, ranked, predictor, log))
     fastest_lines = describe_config(best.candidate.apply(config))
     path.write_text(fastest_lines)
     return "\n".join(

@@ -78,7 +78,11 @@ class Candidate:
 
     def apply(self, config: schema.Config) -> schema.Config:
         """Applies the settings of the candidate to a config."""
-        return load_config(config, self.settings)
+        settings = self.settings
+        if _offload_of(config.zero) == self.offload:
+            # As given, with settings that no candidate varies.
+            del settings["zero.offload"]
+        return load_config(config, settings)
 
 
 def with_batch(config: schema.Config, machine: Machine) -> schema.Config:

@@ -192,17 +192,17 @@ def unfit(
     outcomes: Sequence[Outcome],
     ranked: Sequence[Candidate],
     predictions: Predictions,
+    log: str,
 ) -> Problem:
     """Explains why no candidate works, fits or succeeded."""
     if outcomes:
         problem = f"fail, the last with: {outcomes[-1].failure}"
-        remedy = "see tune.log in the directory of the run"
-        return Problem("trials", len(outcomes), problem, remedy)
+        return Problem("trials", len(outcomes), problem, f"see {log}")
     possible = [x for x in ranked if not predictions.obstacle(x)]
     sizes = {x: predictions.num_bytes(x) for x in possible}
     if not sizes:
         problem = f"has no settings that can work: {predictions.obstacle(ranked[0])}"
-        return Problem("trials", 0, problem, "see zjax plan")
+        return Problem("trials", 0, problem, "change the settings that it names")
     least = min(sizes, key=sizes.__getitem__)
     problem = (
         f"has no settings that fit: {describe_candidate(least)} takes "

@@ -131,8 +131,13 @@ def prepare(
         config = dataclasses.replace(config, global_batch_size=num_rows)
     given = config.mesh
     config = dataclasses.replace(config, mesh=close_axes(given))
-    _check(config, len(devices), tx)
-    config = _with_rows(config, num_rows, len(devices))
+    if is_open(given):
+        # The rows may fit few meshes: each mesh is checked when it is tried.
+        total = config.global_batch_size or num_rows
+    else:
+        _check(config, len(devices), tx)
+        total = with_batch_sizes(config, len(devices)).global_batch_size
+    config = _with_rows(config, num_rows, total)
     check_has_effect(config, model)
     _check_loss(model, loss_fn)
     user_model = model
@@ -170,9 +175,8 @@ def _takes_rows(config: Config) -> bool:
     return not config.global_batch_size or is_offered(config.global_batch_size)
 
 
-def _with_rows(config: Config, num_rows: int, num_devices: int) -> Config:
+def _with_rows(config: Config, num_rows: int, total: int) -> Config:
     """Sets the rows of the batch, or refuses settings of a different number."""
-    total = with_batch_sizes(config, num_devices).global_batch_size
     if total != num_rows:
         problem = f"is not the {num_rows} rows of the batch"
         remedy = f"give batches of {total}, or change the batch sizes"

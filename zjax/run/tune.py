@@ -112,10 +112,10 @@ def tune(
         predicted = predictor.num_bytes(candidate)
         outcomes.append(Outcome(candidate, predicted, speed, failure=failure))
         said = failure or f"{speed:,.1f} rows/s per device"
-        logging.info("trial: %s: %s", describe_candidate(candidate), said)
+        logging.warning("trial: %s: %s", describe_candidate(candidate), said)
     best = fastest(outcomes)
     if best is None:
-        raise PlanError(unfit(outcomes, ranked, predictor))
+        raise PlanError(unfit(outcomes, ranked, predictor, "the log of the trials"))
     logging.warning("tune:\n%s", describe_outcomes(outcomes, given, "rows"))
     return best.candidate.apply(base)
 

@@ -81,6 +81,10 @@ longest sequence of the training before
     size, given, scaling = model.head_size, positions.size, positions.scaling
     if every := positions.unrotated_every:
         yield from _blocks(model, "positions.unrotated_every", every)
+        if every > (number := model.num_layers):
+            problem = f"leaves none of model.num_layers={number} without rotation"
+            remedy = f"use 0, or at most {number}"
+            yield Problem("model.positions.unrotated_every", every, problem, remedy)
     if given > size:
         problem = f"exceeds the {size} channels of a head"
         yield Problem(

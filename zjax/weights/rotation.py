@@ -155,6 +155,8 @@ def _wrong_layers(values: Mapping[str, Any], family: Family) -> Iterator[Fault]:
     """Yields rotated layers that are no list of the layers, or have no period."""
     given, number = values.get(ROTATED), values.get("num_hidden_layers")
     name = _INTERVAL if given is None else ROTATED
+    if type(number) is not int:
+        return  # reported already
     if given is None:
         if wrong := [*wrong_type(_INTERVAL, values.get(_INTERVAL, 1), int)]:
             yield from wrong
@@ -177,7 +179,8 @@ def _unrotated_every(values: Mapping[str, Any], family: Family) -> int | None:
         return 0
     given = values.get(ROTATED)
     if given is None:
-        return values.get(_INTERVAL, family.unrotated_every)
+        every = values.get(_INTERVAL, family.unrotated_every)
+        return every if every <= values["num_hidden_layers"] else 0
     return period_of([*map(bool, given)])
 
 
