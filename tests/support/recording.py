@@ -217,6 +217,8 @@ def cases():
             "communication": {"codec": "onebit"},
         },
         "0/1 Adam": REPLICAS | {"optimizer": {"rule": "zero_one_adam"}},
+        "0/1 Adam, frozen": REPLICAS
+        | {"optimizer": {"rule": {"kind": "zero_one_adam", "freeze_step": 3}}},
         "int8 gradients": REPLICAS | {"communication": {"codec": "int8"}},
         "local steps": REPLICAS | {"communication": {"local_steps": {"num_steps": 3}}},
         "local steps, int4, streamed": REPLICAS
