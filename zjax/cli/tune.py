@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 
 from zjax.cli.tune_search import Facts, Records, Runner
 from zjax.config.check import uncounted_problems
-from zjax.errors import ConfigError, PlanError, Problem
+from zjax.errors import ConfigError, Problem
 from zjax.estimate.candidates import (
     Candidate,
     Predictor,
@@ -24,9 +24,7 @@ from zjax.estimate.search import (
     Outcome,
     describe_candidate,
     describe_outcomes,
-    fastest,
-    next_candidate,
-    unfit,
+    search,
 )
 from zjax.files import local_path
 from zjax.observe.history import check_directory
@@ -83,22 +81,21 @@ def tune(
     outcomes = records.read()
     ranked = sorted(candidates(config, machine), key=predictor.seconds)
     with _Progress(num_trials, len(outcomes)) as progress:
-        while len(outcomes) < num_trials:
-            candidate = next_candidate(ranked, given, outcomes, predictor)
-            if candidate is None:
-                break
+
+        def measure(candidate: Candidate) -> Outcome:
             progress.begin(describe_candidate(candidate))
-            predicted = predictor.num_bytes(candidate)
-            settings = describe_config(candidate.apply(config))
-            found, failure = runner.measure(settings)
-            outcomes.append(_outcome(candidate, predicted, found, failure))
+            found = runner.measure(describe_config(candidate.apply(config)))
+            outcome = _outcome(candidate, predictor.num_bytes(candidate), *found)
             # Saved after each trial: a killed command loses no finished trial.
-            records.append(outcomes[-1])
-            progress.end(outcomes[-1])
-    best = fastest(outcomes)
-    log = "tune.log in the directory of the run"
-    if best is None:
-        raise PlanError(unfit(outcomes, ranked, predictor, log))
+            records.append(outcome)
+            progress.end(outcome)
+            return outcome
+
+        best = search(
+            *(ranked, given, outcomes, predictor, measure),
+            num_trials=num_trials,
+            log="tune.log in the directory of the run",
+        )
     fastest_lines = describe_config(best.candidate.apply(config))
     path.write_text(fastest_lines)
     return "\n".join(

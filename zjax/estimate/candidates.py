@@ -11,10 +11,10 @@ from zjax.config.load import load_config
 from zjax.errors import ConfigError, ZjaxError
 from zjax.estimate.activations import activation_bytes, sent_bytes
 from zjax.estimate.mesh import (
-    bytes_of_rows,
     close_unused,
     find_obstacle,
     possible_meshes,
+    row_bytes,
 )
 from zjax.estimate.traced import run_flops
 from zjax.estimate.trial import Machine, batch_on, state_bytes
@@ -230,6 +230,7 @@ class Predictor:
         # Matmuls are assumed to reach half of the peak.
         self._flops = (flops.peak_flops(kind, dtype) or _UNKNOWN_FLOPS) / 2
         self._model = model = own.model if own else make_model(config)
+        self._count_rows = row_bytes(model, own.batch, dtype) if own else None
         self._length = _num_positions(own.batch) if own else config.data.length
         self._num_params, self._num_trained = _count_params(config, model)
         work = run_flops(model, own.batch if own else model.inputs, config)
@@ -276,11 +277,8 @@ class Predictor:
         state = self._states[key]
         if isinstance(state, ZjaxError):
             raise state
-        if self._own:
-            dtype = config.precision.compute_dtype
-            model, rows, _ = self._own
-            found = bytes_of_rows(model, rows, batch.microbatch_size, dtype)
-            return state + found / (mesh.sequence * mesh.tensor)
+        if self._count_rows:
+            return state + self._count_rows(batch.microbatch_size, mesh)
         sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
         return state + activation_bytes(config, sizes, batch, self._model)
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -236,7 +236,7 @@ def propose_mesh(
         closed = close_unused(config.mesh, *own)
         config = dataclasses.replace(config, mesh=closed)
         dtype = config.precision.compute_dtype
-        count_rows = functools.cache(lambda number: bytes_of_rows(*own, number, dtype))
+        count_rows = row_bytes(*own, dtype)
     is_own, trials = own is not None, list[Trial]()
     for mesh in possible_meshes(config, machine):
         if not _may_split_sequences(config, mesh, trials, machine):
@@ -266,14 +266,21 @@ def close_unused(mesh: schema.Mesh, model: Model, batch: Batch) -> schema.Mesh:
     return dataclasses.replace(mesh, **closed)
 
 
-def bytes_of_rows(model: Model, batch: Batch, number: int, dtype: str) -> float:
-    """Counts the bytes of activations of some rows on one device."""
+def row_bytes(
+    model: Model, batch: Batch, dtype: str
+) -> Callable[[int, schema.Mesh], float]:
+    """Returns the bytes of activations on a device, by number of rows and mesh."""
 
     def shape(x: Any, *rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*rows, *x.shape[len(rows) :]), x.dtype)
 
-    rows = map_rows(lambda x: shape(x, number), shape, batch, model.entries)
-    return count(model, rows, dtype=dtype).activation_bytes
+    # A trace of the loss takes long, and many meshes have equal numbers of rows.
+    @functools.cache
+    def on_one_device(number: int) -> float:
+        rows = map_rows(lambda x: shape(x, number), shape, batch, model.entries)
+        return count(model, rows, dtype=dtype).activation_bytes
+
+    return lambda number, mesh: on_one_device(number) / (mesh.sequence * mesh.tensor)
 
 
 def possible_meshes(config: schema.Config, machine: Machine) -> Iterator[schema.Mesh]:

@@ -2,10 +2,10 @@
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from zjax.errors import Problem
+from zjax.errors import PlanError, Problem
 from zjax.estimate.candidates import Candidate
 from zjax.settings import axes
 from zjax.sharding.describe import format_bytes, render_table
@@ -56,6 +56,31 @@ class Predictions(Protocol):
     def seconds(self, candidate: Candidate) -> float:
         """Predicted seconds of a step, to rank candidates by."""
         ...
+
+
+def search(
+    ranked: Sequence[Candidate],
+    given: Candidate | None,
+    outcomes: list[Outcome],
+    predictions: Predictions,
+    measure: Callable[[Candidate], Outcome],
+    *,
+    num_trials: int,
+    log: str,
+) -> Outcome:
+    """Adds trials to `outcomes` until there are `num_trials`; returns the fastest.
+
+    A PlanError says why no trial succeeded, and names the `log` of the trials.
+    """
+    while len(outcomes) < num_trials:
+        candidate = next_candidate(ranked, given, outcomes, predictions)
+        if candidate is None:
+            break
+        outcomes.append(measure(candidate))
+    best = fastest(outcomes)
+    if best is None:
+        raise PlanError(_unfit(outcomes, ranked, predictions, log))
+    return best
 
 
 def next_candidate(
@@ -188,7 +213,7 @@ def _describe_mesh(candidate: Candidate) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
-def unfit(
+def _unfit(
     outcomes: Sequence[Outcome],
     ranked: Sequence[Candidate],
     predictions: Predictions,
@@ -201,7 +226,8 @@ def unfit(
     possible = [x for x in ranked if not predictions.obstacle(x)]
     sizes = {x: predictions.num_bytes(x) for x in possible}
     if not sizes:
-        problem = f"has no settings that can work: {predictions.obstacle(ranked[0])}"
+        why = predictions.obstacle(ranked[0]) if ranked else "no mesh divides the batch"
+        problem = f"has no settings that can work: {why}"
         return Problem("trials", 0, problem, "change the settings that it names")
     least = min(sizes, key=sizes.__getitem__)
     problem = (

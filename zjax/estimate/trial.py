@@ -76,11 +76,11 @@ def weigh(
     mesh: schema.Mesh,
     model: Model,
     tx: Any,
-    count_rows: Callable[[int], float] | None = None,
+    count_rows: Callable[[int, schema.Mesh], float] | None = None,
 ) -> Trial:
     """Counts the bytes per device that a step takes on a mesh.
 
-    `count_rows` counts the activations of rows of a model of the user on one device.
+    `count_rows` counts the activations of a model of the user, as `row_bytes` does.
     """
     config = dataclasses.replace(config, mesh=mesh)
     sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
@@ -89,7 +89,7 @@ def weigh(
     def activations(batch: BatchSizes) -> float:
         if count_rows is None:
             return activation_bytes(config, sizes, batch, model)
-        return count_rows(batch.microbatch_size) / (mesh.sequence * mesh.tensor)
+        return count_rows(batch.microbatch_size, mesh)
 
     one = dataclasses.replace(batch, microbatch_size=1)
     state = state_bytes(config, model, tx)

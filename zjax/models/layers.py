@@ -226,7 +226,7 @@ class Linear(nnx.Module):
 
 
 def is_tensor_sharded(name: str | None) -> bool:
-    """Whether a dim of this logical name is sharded over the tensor axis."""
+    """Whether a dim of the logical name `name` is sharded over the tensor axis."""
     return name is not None and meshes.TENSOR in meshes.RULES[name]
 
 

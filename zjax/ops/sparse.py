@@ -266,7 +266,7 @@ def visible_keys(
 
 
 def live_fraction(sparse: Sparse, length: int) -> float:
-    """Fraction of the pairs of `length` tokens that see each other, over all heads."""
+    """Fraction of the pairs of `length` tokens with attention, over all heads."""
     num_blocks = -(-length // sparse.block)
     layout = _first_blocks(_layout(sparse), num_blocks)
     # Each block on the diagonal is half visible.

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.errors import ConfigError, DataError, PlanError, Problem, ZjaxError
+from zjax.errors import ConfigError, DataError, Problem, ZjaxError
 from zjax.estimate.candidates import (
+    Candidate,
     Predictor,
     candidates,
     given_candidate,
@@ -23,9 +24,7 @@ from zjax.estimate.search import (
     Outcome,
     describe_candidate,
     describe_outcomes,
-    fastest,
-    next_candidate,
-    unfit,
+    search,
 )
 from zjax.run.initialize import initialize, prepare
 from zjax.settings.schema import Config
@@ -96,10 +95,8 @@ def tune(
     predictor = Predictor(base, machine, devices[0].device_kind, own)
     ranked = sorted(candidates(base, machine, own), key=predictor.seconds)
     outcomes = list[Outcome]()
-    while len(outcomes) < num_trials:
-        candidate = next_candidate(ranked, given, outcomes, predictor)
-        if candidate is None:
-            break
+
+    def measure(candidate: Candidate) -> Outcome:
         speed, failure = 0.0, ""
         try:
             chosen = candidate.apply(base)
@@ -109,13 +106,16 @@ def tune(
             ran_out = isinstance(error.__cause__, jax.errors.JaxRuntimeError)
             problem = str(error.problems[0]).partition(";")[0]
             failure = OUT_OF_MEMORY if ran_out else problem
-        predicted = predictor.num_bytes(candidate)
-        outcomes.append(Outcome(candidate, predicted, speed, failure=failure))
         said = failure or f"{speed:,.1f} rows/s per device"
         logging.warning("trial: %s: %s", describe_candidate(candidate), said)
-    best = fastest(outcomes)
-    if best is None:
-        raise PlanError(unfit(outcomes, ranked, predictor, "the log of the trials"))
+        predicted = predictor.num_bytes(candidate)
+        return Outcome(candidate, predicted, speed, failure=failure)
+
+    best = search(
+        *(ranked, given, outcomes, predictor, measure),
+        num_trials=num_trials,
+        log="the log of the trials",
+    )
     logging.warning("tune:\n%s", describe_outcomes(outcomes, given, "rows"))
     return best.candidate.apply(base)
 

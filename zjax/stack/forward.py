@@ -207,7 +207,7 @@ def run_stack(
 
 
 class _Piece(NamedTuple):
-    """Adjacent blocks of a segment, with their numbers in the model."""
+    """Adjacent blocks of a segment, with the numbers of the blocks in the model."""
 
     segment: Segment
     numbers: range

@@ -43,7 +43,7 @@ H200 = {
 
 
 def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
-    """Returns the measured tuning of this kind of GPU, or the shipped tuning."""
+    """Returns the tuning measured on the GPU in use, or the shipped tuning."""
     shipped = H200[kernel][head_size]
     # Segments take shared memory, and are not tuned.
     if not segmented:
