@@ -10,6 +10,7 @@ Example:
     (1, 1024, 4, 64)
 """
 
+from zjax_kernels.decode import paged_attention, write_pages
 from zjax_kernels.grouped import (
     copy_rows,
     grouped_activation,
@@ -72,6 +73,7 @@ __all__ = [
     "make_plan",
     "make_selected_plan",
     "make_sequence_plan",
+    "paged_attention",
     "plot_layout",
     "quantise_blocks",
     "rms_norm",
@@ -80,4 +82,5 @@ __all__ = [
     "sparse_attention_gradients",
     "tune",
     "tune_grouped_matmul",
+    "write_pages",
 ]
