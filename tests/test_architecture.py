@@ -17,6 +17,7 @@ FLOORS = (
     ("models", "linen", "nnx", "train"),
     ("weights", "replicas"),
     ("checkpoint", "offload", "observe", "estimate"),
+    ("generation",),
     ("run", "huggingface"),
     ("cli", "__main__"),
 )

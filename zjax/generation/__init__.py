@@ -1,0 +1,1 @@
+"""Generation of texts for many requests at once, over a paged KV cache."""

@@ -1,0 +1,136 @@
+"""A pass as arrays of few shapes: tokens to read, places of results."""
+
+import dataclasses
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+import numpy as np
+
+from zjax.generation.sequence import Sequence
+
+
+class Size(NamedTuple):
+    """Shape of a compiled pass."""
+
+    lanes: int
+    """Sequences that read tokens of the device, one after another."""
+    chunks: int = 0
+    """Chunks of prompts, each of one sequence."""
+
+
+class Lanes(NamedTuple):
+    """Decode part of a pass: each lane continues one sequence.
+
+    Step s of a lane reads the last token of the slot at position `starts + s`, if s is
+    below `counts`, and yields the next token. A lane without a sequence has the slot
+    `max_rows` and count 0.
+    """
+
+    slots: np.ndarray
+    """int32[lanes]."""
+    starts: np.ndarray
+    """int32[lanes], position of the first token read."""
+    counts: np.ndarray
+    """int32[lanes], tokens that the lane reads, up to `num_steps`."""
+
+
+class Chunks(NamedTuple):
+    """Prompt part of a pass: each chunk has consecutive tokens of one sequence.
+
+    A pass may have several chunks of one sequence: all write keys before any attends.
+    An unused chunk has the slot `max_rows` and count 0.
+    """
+
+    tokens: np.ndarray
+    """int32[chunks, chunk_size]; 0 behind the tokens of the chunk."""
+    slots: np.ndarray
+    """int32[chunks]."""
+    starts: np.ndarray
+    """int32[chunks], position of the first token."""
+    counts: np.ndarray
+    """int32[chunks], tokens of the chunk."""
+    ends: np.ndarray
+    """bool[chunks], whether the last token yields the first new token of the slot."""
+
+
+class Task(NamedTuple):
+    """Tokens that a sequence reads in one lane or chunk."""
+
+    sequence: Sequence
+    slot: int
+    start: int
+    """Position of the first token read."""
+    num_tokens: int
+    num_new: int
+    """New tokens that come of it: of a chunk 1 at the end of the prompt, else 0."""
+
+
+class Place(NamedTuple):
+    """Place of the new tokens of a sequence among the results of a pass."""
+
+    sequence: Sequence
+    column: int
+    """Lane, or number of lanes plus the chunk."""
+    num_new: int
+    """New tokens, from the first step on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One pass: tokens that the device reads, and places of the results.
+
+    Args:
+        number: Number of the pass, from 0 on; passes run in this order.
+        size: Shape of the compiled pass.
+        num_steps: Tokens that lanes read one after another; 1 in a pass with chunks.
+        lanes: Decode part.
+        chunks: Prompt part.
+        table: int32[max_rows + 1, max_pages], pages of each slot; 0, the sink, behind
+            the pages of a slot and in the last row. The array is not written again, and
+            is the array of the previous plan if no page has changed.
+        admitted: Slots with a new owner; the engine sets their state before the pass.
+        places: Places of new tokens in the results.
+    """
+
+    number: int
+    size: Size
+    num_steps: int
+    lanes: Lanes
+    chunks: Chunks
+    table: np.ndarray
+    admitted: tuple[tuple[int, Sequence], ...]
+    places: tuple[Place, ...]
+
+
+def lay_lanes(tasks: List[Task], num_lanes: int, no_slot: int) -> Lanes:
+    """Lays tasks into the arrays of a pass, in order."""
+    slots = np.full(num_lanes, no_slot, np.int32)
+    starts, counts = np.zeros((2, num_lanes), np.int32)
+    slots[: len(tasks)] = [task.slot for task in tasks]
+    starts[: len(tasks)] = [task.start for task in tasks]
+    counts[: len(tasks)] = [task.num_tokens for task in tasks]
+    return Lanes(slots, starts, counts)
+
+
+def lay_chunks(
+    tasks: List[Task], num_chunks: int, chunk_size: int, no_slot: int
+) -> Chunks:
+    """Lays tasks and the tokens of the prompts into the arrays of a pass, in order."""
+    tokens = np.zeros((num_chunks, chunk_size), np.int32)
+    ends = np.zeros(num_chunks, bool)
+    for chunk, (sequence, _, start, num_tokens, num_new) in enumerate(tasks):
+        tokens[chunk, :num_tokens] = sequence.tokens[start : start + num_tokens]
+        ends[chunk] = num_new > 0
+    return Chunks(tokens, *lay_lanes(tasks, num_chunks, no_slot), ends)
+
+
+def find_places(
+    lanes: List[Task], chunks: List[Task], num_lanes: int
+) -> tuple[Place, ...]:
+    """Returns the places of all new tokens."""
+    columns = [*enumerate(lanes), *enumerate(chunks, start=num_lanes)]
+    return tuple(
+        Place(task.sequence, column, task.num_new)
+        for column, task in columns
+        if task.num_new
+    )

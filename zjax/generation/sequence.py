@@ -1,0 +1,105 @@
+"""One sample: tokens, pages and progress of a prompt and the continuation."""
+
+import dataclasses
+from collections import abc
+from typing import Any
+
+from zjax.generation.pool import page_keys
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One sample of a prompt, from arrival to end.
+
+    A pass is planned before the results of earlier passes are on the host. Positions
+    are known then, values are not: `num_planned` and `num_pending` are ahead of
+    `tokens`.
+
+    Args:
+        prompt: Token ids, 1 or more.
+        max_new_tokens: Most tokens to generate, 1 or more.
+        end_ids: Ids that end the sequence; the id itself is a generated token.
+        is_streamed: Whether somebody reads each token as it comes, so that passes
+            yield one token at a time.
+        request: What the caller wants to find again; the scheduler does not read it.
+
+    Attributes:
+        tokens: Prompt and generated tokens that the host knows.
+        num_planned: Tokens with keys in the cache, or on the way there by a planned
+            pass.
+        num_pending: Generated tokens that are still on the device.
+        num_to_read: Tokens that the host gives to the device: all that were known when
+            the sequence got a slot. Later tokens are on the device.
+        num_published: First pages that have been offered to other sequences.
+        arrival: Number of the sequence in order of arrival.
+        slot: Index of the state on the device; None while the sequence waits.
+        pages: Pages of the cache, in order of positions.
+        finish_reason: `stop`, `length`, `abort` or a reason of the caller; None before
+            the end.
+
+    Example:
+        >>> sequence = Sequence([5, 6, 7], max_new_tokens=4)
+        >>> sequence.tokens += [8]
+        >>> sequence.generated, sequence.num_left
+        ([8], 3)
+    """
+
+    prompt: abc.Sequence[int]
+    max_new_tokens: int
+    end_ids: abc.Set[int] = frozenset()
+    is_streamed: bool = False
+    request: Any = None
+    tokens: list[int] = dataclasses.field(init=False)
+    num_planned: int = dataclasses.field(default=0, init=False)
+    num_pending: int = dataclasses.field(default=0, init=False)
+    num_to_read: int = dataclasses.field(default=0, init=False)
+    num_published: int = dataclasses.field(default=0, init=False)
+    arrival: int = dataclasses.field(default=-1, init=False)
+    slot: int | None = dataclasses.field(default=None, init=False)
+    pages: list[int] = dataclasses.field(default_factory=list, init=False)
+    finish_reason: str | None = dataclasses.field(default=None, init=False)
+    _keys: list[bytes] = dataclasses.field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = [int(token) for token in self.prompt]
+
+    @property
+    def generated(self) -> list[int]:
+        """Generated tokens that the host knows."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that are neither generated nor planned."""
+        num_generated = len(self.tokens) - len(self.prompt) + self.num_pending
+        return self.max_new_tokens - num_generated
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether some tokens of the host are not planned yet."""
+        return self.num_planned < self.num_to_read
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next token to read is on the device, and another is wanted."""
+        return self.slot is not None and not self.is_reading and self.num_left > 0
+
+    def keys(self, page_size: int) -> list[bytes]:
+        """Returns the keys of all full pages of known tokens."""
+        if len(self.tokens) // page_size > len(self._keys):
+            self._keys = page_keys(self.tokens, page_size, self._keys)
+        return self._keys
+
+    def append(self, tokens: abc.Iterable[int]) -> list[int]:
+        """Adds tokens up to the end of the sequence; returns the added tokens."""
+        added = []
+        for token in tokens:
+            self.tokens.append(token)
+            added.append(token)
+            if token in self.end_ids:
+                self.finish_reason = "stop"
+                break
+            if len(self.tokens) - len(self.prompt) == self.max_new_tokens:
+                self.finish_reason = "length"
+                break
+        return added
