@@ -266,3 +266,29 @@ def mask_segments(
     """Puts `fill` where row and column are of different documents."""
     difference = per_row(row_segments, x.shape) - per_column(column_segments, x.shape)
     return jnp.where(difference == 0, x, fill)
+
+
+def softmax_step(
+    scores: jax.Array, row_max: jax.Array, factor: float, *, masked: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns weights relative to the new maximum, the maximum, and a correction.
+
+    `factor` makes scores of base 2; `masked` says whether a row may see no key.
+    """
+    new_max = jnp.maximum(row_max, scores.max(axis=1) * factor)
+    # -inf minus -inf is NaN; without masks every row has a maximum.
+    level = jnp.where(new_max == -jnp.inf, 0.0, new_max) if masked else new_max
+    p = jnp.exp2(scores * factor - per_row(level, scores.shape))
+    return p, new_max, jnp.exp2(row_max - level)
+
+
+def normalize(
+    out: jax.Array, row_max: jax.Array, row_sum: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns outputs and log-sum-exps; 0 and -inf for queries that see nothing.
+
+    `row_max` is in base 2.
+    """
+    divisor = jnp.where(row_sum == 0.0, 1.0, row_sum)
+    lse = jnp.where(row_sum == 0.0, -jnp.inf, row_max * (1 / LOG2E) + jnp.log(divisor))
+    return out * per_row(1.0 / divisor, out.shape), lse

@@ -102,7 +102,12 @@ def _compute(program: Program, *, slices: list[slice]) -> None:
                 )
             scores = logits.mask_cells(arithmetic, scores, sizes, words, -jnp.inf)
             masked = words is not None or column_segments is not None
-            p, new_max, correction = _softmax_step(scores, row_max, options, masked)
+            # Without a cap the factor is folded into the exponent, one fused
+            # multiply-add.
+            factor = 1.0 if options.soft_cap else options.scale * logits.LOG2E
+            p, new_max, correction = logits.softmax_step(
+                scores, row_max, factor, masked=masked
+            )
             row_sum = row_sum * correction + p.sum(axis=1)
             out = out * logits.per_row(correction, out.shape)
             p = p.astype(program.outputs[0].dtype)
@@ -146,7 +151,7 @@ def _compute(program: Program, *, slices: list[slice]) -> None:
         num_full = jnp.minimum(item.full, last)
         carry = skeleton.fold_chunks(chunk, (scores, start), num_full, last)
         scores, (out, row_max, row_sum) = chunk(last, carry, masked=True, is_last=True)
-        store(item, rows, *_normalize(out, row_max, row_sum))
+        store(item, rows, *logits.normalize(out, row_max, row_sum))
         return scores, num_consumed + item.num_chunks
 
     def wait_for_tile(number):
@@ -177,23 +182,3 @@ def _compute(program: Program, *, slices: list[slice]) -> None:
         scores, _ = compute_scores(index(0), index(0))
         work.for_each(compute_item, (scores, index(0)))
         copies.wait_for_stores()
-
-
-def _softmax_step(scores, row_max, options, masked):
-    """Returns weights relative to the new maximum, the maximum, and a correction."""
-    # Without a cap the factor is folded into the exponent, one fused multiply-add.
-    factor = 1.0 if options.soft_cap else options.scale * logits.LOG2E
-    new_max = jnp.maximum(row_max, scores.max(axis=1) * factor)
-    # -inf minus -inf is NaN; without masks every row has a maximum.
-    level = jnp.where(new_max == -jnp.inf, 0.0, new_max) if masked else new_max
-    p = jnp.exp2(scores * factor - logits.per_row(level, scores.shape))
-    return p, new_max, jnp.exp2(row_max - level)
-
-
-def _normalize(out, row_max, row_sum):
-    """Returns outputs and log-sum-exps; 0 and -inf for queries that see nothing."""
-    divisor = jnp.where(row_sum == 0.0, 1.0, row_sum)
-    lse = jnp.where(
-        row_sum == 0.0, -jnp.inf, row_max * (1 / logits.LOG2E) + jnp.log(divisor)
-    )
-    return out * logits.per_row(1.0 / divisor, out.shape), lse
