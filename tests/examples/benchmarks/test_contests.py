@@ -19,6 +19,9 @@ from zjax.settings import schema
 SCRIPTS = (
     "call_timing",
     "copy_bandwidth",
+    "decode_cases",
+    "decode_torch",
+    "decode_transformers",
     "deepspeed_peer",
     "direct_files",
     "fsdp_peer",
