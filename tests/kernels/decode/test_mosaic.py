@@ -21,7 +21,7 @@ QUICK = {
     "decoded tokens": dict(
         case=dict(starts=[300, 15, 0, 63], counts=[1, 1, 0, 1], page_size=64),
         settings=dict(soft_cap=1.5),
-        splits=3,
+        splits=2,
     ),
     "small pages, tiles of a prompt, a window and sinks": dict(
         case=dict(starts=[100, 0], counts=[20, 7], tokens=20, heads=7, num_heads=1),
@@ -100,3 +100,22 @@ def test_every_variant_lowers_for_cuda(
     places = jax.ShapeDtypeStruct((3,), jnp.int32)
     run = functools.partial(paged_attention, **settings)
     assert num_kernels(run, q, pool, pool, pages, places, places) == 1
+
+
+def test_each_device_runs_the_kernel_on_its_heads(on_hopper):
+    """Fails if the kernel is replaced where `shard_map` splits heads over devices."""
+    spec, whole = jax.sharding.PartitionSpec, jax.sharding.PartitionSpec()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    heads = spec(None, None, "tensor"), *[spec(None, "tensor")] * 2
+    spread = jax.shard_map(
+        paged_attention,
+        mesh=mesh,
+        in_specs=(*heads, whole, whole, whole),
+        out_specs=heads[0],
+        check_vma=False,
+    )
+    q = jax.ShapeDtypeStruct((3, 1, 8, 128), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((40, 4, 64, 128), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((3, 16), jnp.int32)
+    places = jax.ShapeDtypeStruct((3,), jnp.int32)
+    assert num_kernels(spread, q, pool, pool, pages, places, places) == 1

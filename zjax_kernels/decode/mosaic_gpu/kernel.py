@@ -205,12 +205,14 @@ class _Program:
 
     def start(self, q_ref: Any) -> None:
         """Starts to copy the queries, and the first keys and values."""
+        steps = [index(step) for step in range(self.sizes.tuning.stages)]
+        # All at once: copies between the reads would wait for one after another.
+        pages = [self.read_pages(step) for step in steps]
         target = self.memory.q.at[pl.ds(0, self.sizes.rows)]
         plgpu.copy_gmem_to_smem(q_ref.at[self.place.item], target, self.memory.q_ready)
-        for step in range(self.sizes.tuning.stages):
-            pages = self.read_pages(index(step))
-            self.copy("keys", index(step), pages)
-            self.copy("values", index(step), pages)
+        for step, numbers in zip(steps, pages, strict=True):
+            self.copy("keys", step, numbers)
+            self.copy("values", step, numbers)
 
     def read_pages(self, step: Array) -> list[Array]:
         """Reads the pages of a step from global memory."""
