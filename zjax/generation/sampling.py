@@ -335,7 +335,9 @@ def restrict(
     is_short = lengths - prompt_lengths < rows.min_new_tokens
     ends = jnp.where(is_short[:, None], rows.end_ids, -1)
     ids = jnp.concatenate([rows.forbidden_ids, ends], axis=1)
-    return _if_any(ids >= 0, transforms.forbid, logits, ids)
+    # Of settings alone: a program of several positions could not skip it otherwise.
+    asks = (rows.forbidden_ids >= 0).any(1) | (rows.min_new_tokens > 0)
+    return _if_any(asks, transforms.forbid, logits, ids)
 
 
 def filter_logits(
