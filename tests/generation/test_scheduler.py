@@ -2,24 +2,29 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from tests.support.paged_device import Loop, check_keys, expect
+from tests.support.paged_device import SIZES, Loop, expect
+from tests.support.refusals import config_error
 from zjax.generation.plan import Size
+from zjax.generation.pool import Pool
+from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 
-SIZES = [Size(2), Size(8), Size(4, 2), Size(8, 6)]
+DRAFTED = (Size(3, width=4), Size(8, width=2), Size(4, 2, width=3), Size(8, 6))
+"""Sizes of passes with drafts."""
 
 
-def make_loop(**options):
-    defaults = {"num_pages": 200, "page_size": 4, "max_rows": 8, "chunk_size": 8}
-    return Loop(**defaults | {"sizes": SIZES} | options)
+def make_text(rng, shortest, longest):
+    return [rng.randrange(50) for _ in range(rng.randint(shortest, longest))]
 
 
-def make_sequence(rng, longest=30, most=20, shared=(), **options):
-    prompt = [*shared, *(rng.randrange(50) for _ in range(rng.randint(1, longest)))]
+def make_sequence(rng, longest=30, most=20, shared=()):
+    prompt = [*shared, *make_text(rng, 1, longest)]
     ends = frozenset(rng.sample(range(50), rng.choice([0, 0, 3])))
-    return Sequence(prompt, rng.randint(1, most), ends, **options)
+    is_streamed = rng.random() < 0.2
+    return Sequence(prompt, rng.randint(1, most), ends, is_streamed)
 
 
 def check_all(sequences):
@@ -30,26 +35,71 @@ def check_all(sequences):
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("chunk_size", [1, 3, 8, 64])
 @pytest.mark.parametrize("max_steps", [1, 8])
-def test_texts_are_as_alone(lag, chunk_size, max_steps):
+@pytest.mark.parametrize("sizes", [SIZES, DRAFTED])
+def test_texts_are_as_alone(lag, chunk_size, max_steps, sizes):
     rng = random.Random(7)
     sequences = [make_sequence(rng) for _ in range(40)]
-    loop = make_loop(lag=lag, chunk_size=chunk_size, max_steps=max_steps)
+    loop = Loop(lag=lag, chunk_size=chunk_size, max_steps=max_steps, sizes=sizes)
     for sequence in sequences:
         loop.scheduler.add(sequence)
         if rng.random() < 0.5:
             loop.step()
-            check_keys(loop)
     loop.run()
     check_all(sequences)
     assert len({x.finish_reason for x in sequences}) == 2
 
 
+def draw_loop(rng, longest):
+    """A loop of few pages, in which the longest text just fits."""
+    page_size = rng.choice([1, 2, 3, 4, 16])
+    spare = rng.choice([0, 0, 1, 5, 40])
+    return Loop(
+        num_pages=1 + -(-longest // page_size) + spare,
+        page_size=page_size,
+        max_rows=rng.choice([1, 3, 8]),
+        max_length=longest + 1,
+        sizes=rng.choice([SIZES, DRAFTED, [Size(8, 1)]]),
+        chunk_size=rng.choice([1, 4, 8, 64]),
+        max_steps=rng.choice([1, 3, 8]),
+        lag=rng.choice([0, 1, 2, 5]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_requests_end_right(seed):
+    """Runs 200 requests with shared prefixes, samples and aborts in few pages."""
+    rng = random.Random(seed)
+    loop, aborted = draw_loop(rng, longest=46), set()
+    heads = [make_text(rng, 1, 20) for _ in range(3)]
+    most_waiting, share = rng.choice([1, 12]), rng.choice([0, 0.1, 0.4])
+    sequences = []
+    while len(sequences) < 200 or not loop.is_idle:
+        if len(sequences) < 200 and len(loop.scheduler.waiting) < most_waiting:
+            shared = rng.choice(heads)[: rng.randint(0, 20)]
+            first = make_sequence(rng, longest=16, most=11, shared=shared)
+            sequences.append(loop.scheduler.add(first))
+            for _ in range(rng.choice([0, 0, 0, 3])):
+                sequences.append(loop.add(first.prompt, first.max_new_tokens))
+        if rng.random() < share:
+            sequence = rng.choice(sequences[-20:])
+            if sequence.finish_reason is None:
+                loop.scheduler.abort(sequence)
+                loop.check()
+                aborted.add(sequence)
+        assert loop.step() or loop.is_idle
+    loop.run()
+    check_all(x for x in sequences if x not in aborted)
+    for sequence in aborted:
+        tokens = sequence.generated
+        assert tokens == expect(sequence)[0][: len(tokens)]
+        assert sequence.finish_reason == "abort"
+
+
 def test_samples_of_a_prompt_share_its_pages():
     """Fails if followers read the prompt again, or wait longer than for the pages."""
-    rng = random.Random(1)
-    prompt = [rng.randrange(50) for _ in range(42)]
-    loop = make_loop()
-    samples = [loop.scheduler.add(Sequence(prompt, 8)) for _ in range(8)]
+    prompt = make_text(random.Random(1), 42, 42)
+    loop = Loop()
+    samples = [loop.add(prompt, 8) for _ in range(8)]
     loop.step()
     assert loop.scheduler.metrics[:2] == (1, 7)
     loop.step()
@@ -63,11 +113,9 @@ def test_samples_of_a_prompt_share_its_pages():
 
 def test_followers_do_not_hold_up_other_prompts():
     rng = random.Random(2)
-    prompts = [[rng.randrange(50) for _ in range(20)] for _ in range(2)]
-    loop = make_loop()
-    samples = [Sequence(prompt, 1) for prompt in prompts for _ in range(3)]
-    for sequence in samples:
-        loop.scheduler.add(sequence)
+    prompts = [make_text(rng, 20, 20) for _ in range(2)]
+    loop = Loop()
+    samples = [loop.add(prompt, 1) for prompt in prompts for _ in range(3)]
     loop.step()
     assert [x.finish_reason for x in samples] == ["length", None, None] * 2
     loop.step()
@@ -75,39 +123,63 @@ def test_followers_do_not_hold_up_other_prompts():
     check_all(samples)
 
 
-def test_a_prompt_is_found_after_its_end_with_its_continuation():
-    rng = random.Random(3)
-    first = make_sequence(rng, longest=20, most=20)
-    loop = make_loop()
-    loop.scheduler.add(first)
+@pytest.mark.parametrize("num_passes", [0, 1, 2])
+def test_followers_of_an_aborted_sample_go_on(num_passes):
+    prompt = make_text(random.Random(3), 40, 40)
+    loop = Loop(sizes=[Size(8, 2)])
+    samples = [loop.add(prompt, 8) for _ in range(3)]
+    for _ in range(num_passes):
+        loop.step()
+    assert samples[1].slot is None
+    loop.scheduler.abort(samples[0])
     loop.run()
-    longer = [*first.tokens, 1, 2]
-    second = loop.scheduler.add(Sequence(longer, 5))
+    check_all(samples[1:])
+    # The second reads what the first has not; the third finds all but the last page.
+    found = 16 * num_passes + 36
+    assert loop.scheduler.metrics.num_hit_tokens == found
+
+
+def test_a_prompt_is_found_after_its_end_with_its_continuation():
+    loop = Loop()
+    first = loop.add(make_text(random.Random(3), 9, 9), 14)
+    loop.run()
+    second = loop.add([*first.tokens, 1, 2], 5)
     loop.run()
     check_all([first, second])
-    # The last generated token is not read.
-    num_found = (len(first.tokens) - 1) // 4 * 4
-    assert loop.scheduler.metrics.num_hit_tokens == num_found > len(first.prompt)
+    # 5 full pages: the last generated token is not read.
+    assert loop.scheduler.metrics.num_hit_tokens == 20
 
 
-def test_one_token_is_read_of_a_prompt_that_is_cached():
-    prompt = [*range(16)]
-    loop = make_loop()
+def test_one_token_at_least_is_read_of_a_prompt_that_is_cached():
+    loop = Loop()
     for _ in range(2):
-        sequence = loop.scheduler.add(Sequence(prompt, 3))
+        sequence = loop.add([*range(16)], 3)
         loop.run()
         check_all([sequence])
     assert loop.scheduler.metrics.num_hit_tokens == 12
 
 
+def test_other_pages_make_room_for_the_prefix_in_use():
+    """Fails if admission counts a cached page both as found and as room."""
+    loop = Loop(num_pages=9)
+    old = loop.add([*range(13)], 1)
+    loop.run()
+    running = loop.add([40] * 11, 10)
+    loop.step()
+    follower = loop.add([*range(13), 5, 6, 7, 8], 1)  # 3 pages found, 2 to fill
+    loop.run()
+    check_all([old, running, follower])
+
+
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_preempted_sequences_go_on(lag):
+@pytest.mark.parametrize("sizes", [SIZES, DRAFTED])
+def test_preempted_sequences_go_on(lag, sizes):
     """Fails if tokens on the way are lost or come twice."""
     rng = random.Random(4)
-    sequences = [Sequence([i, *range(i)], 24) for i in range(8)]
-    loop = make_loop(num_pages=15, lag=lag, max_length=40)
-    for sequence in sequences:
-        loop.scheduler.add(sequence)
+    loop = Loop(num_pages=15, lag=lag, max_length=40, sizes=sizes)
+    sequences = []
+    for i in range(8):
+        sequences.append(loop.add([i, *range(i)], 24))
         if rng.random() < 0.5:
             loop.step()
     loop.run()
@@ -116,11 +188,189 @@ def test_preempted_sequences_go_on(lag):
 
 
 def test_the_oldest_is_never_preempted():
-    loop = make_loop(num_pages=15, max_length=40)
-    sequences = [loop.scheduler.add(Sequence([i], 39)) for i in range(8)]
-    while loop.scheduler.running or loop.scheduler.waiting:
-        alive = [x for x in sequences if x.finish_reason is None]
+    loop = Loop(num_pages=15, max_length=40)
+    sequences = [loop.add([i], 39) for i in range(8)]
+    while not loop.is_idle:
+        oldest = next(x for x in sequences if x.finish_reason is None)
         loop.step()
-        assert alive[0].slot is not None or alive[0].finish_reason
+        assert oldest.slot is not None or oldest.finish_reason
     check_all(sequences)
     assert loop.scheduler.metrics.num_preemptions > 2
+
+
+def test_first_come_are_first_served():
+    """Fails if a prompt passes an earlier one, or a chunk stays empty for no reason."""
+    rng = random.Random(5)
+    loop = Loop(max_rows=4, sizes=[Size(4, 2)])
+    sequences = [loop.add(make_text(rng, 1, 30), rng.randint(1, 9)) for _ in range(50)]
+    first_passes = {}
+    while not loop.is_idle:
+        plan = loop.plan()
+        if plan is None:
+            loop.accept()
+            continue
+        for place in plan.places:
+            first_passes.setdefault(place.sequence, plan.number)
+        could_admit = loop.scheduler.waiting and not loop.rows.is_full
+        could_read = could_admit or any(x.is_reading for x in loop.rows.running)
+        assert not could_read or (plan.chunks.counts > 0).all()
+    check_all(sequences)
+    order = [first_passes[x] for x in sequences]
+    assert order == sorted(order)
+
+
+def test_a_long_prompt_is_read_beside_running_lanes():
+    loop = Loop(max_length=200)
+    first = loop.add([1], 40)
+    loop.step()
+    second = loop.add([*range(50)] * 2, 1)
+    passes = [loop.plan() for _ in range(4)]
+    assert [len(x.places) for x in passes] == [1, 1, 2, 1]
+    assert [x.size for x in passes] == [Size(8, 6)] * 2 + [Size(4, 2), Size(2)]
+    assert [x.chunks.ends.tolist() for x in passes[2:]] == [[True, False], []]
+    loop.run()
+    check_all([first, second])
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("length", [5, 6, 7, 8])
+def test_stale_lanes_harm_nobody(lag, length):
+    """Fails if pages are taken while an earlier pass writes them, in other order."""
+    loop = Loop(num_pages=5, lag=lag, max_steps=2)
+    prompt = [7] * length
+    tokens, _ = expect(Sequence(prompt, 8))
+    first = loop.add(prompt, 8, {tokens[1]})
+    while first.finish_reason is None:
+        loop.step()
+    stale = {page for x in loop.flying for page in x.table[x.lanes.slots[0]]} - {0}
+    assert stale and first.finish_reason == "stop"
+    second = loop.add(make_text(random.Random(0), 12, 12), 4)
+    third = loop.add([*first.tokens, 9], 2)
+    loop.step()
+    assert stale & set(second.pages)
+    loop.run()
+    check_all([first, second, third])
+
+
+def test_an_ended_sequence_ignores_later_results():
+    loop = Loop(lag=2)
+    sequence = loop.add([1, 2], 9)
+    other = loop.add([3], 9)
+    loop.step()
+    loop.step()
+    loop.scheduler.finish(sequence, "stop")
+    loop.scheduler.abort(sequence)
+    loop.run()
+    assert (sequence.generated, sequence.finish_reason) == ([], "stop")
+    check_all([other])
+
+
+def test_plans_do_not_change_after_they_are_made():
+    """Fails if a later plan writes the table of an earlier one, or copies too often."""
+    loop = Loop(max_steps=1)
+    loop.add([1, 2], 9)
+    plans = [loop.plan() for _ in range(5)]
+    assert [x.table[0].tolist()[:2] for x in plans] == [[1, 0]] * 3 + [[1, 2]] * 2
+    assert plans[0].table is plans[2].table and plans[3].table is plans[4].table
+    assert not plans[4].table[-1].any()
+    loop.run()
+
+
+def steps_of(lefts, **options):
+    """Steps of the next pass of lanes by the tokens that are left."""
+    loop = Loop(max_length=300, **options)
+    sequences = [loop.add([3 + i, 1, 2], left + 1) for i, left in enumerate(lefts)]
+    while any(x.slot is None or x.is_reading for x in sequences):
+        loop.plan()
+    return loop, loop.plan()
+
+
+def test_lanes_take_as_many_steps_as_are_of_use():
+    assert steps_of([8])[1].num_steps == 8
+    assert steps_of([9])[1].num_steps == 8
+    assert steps_of([7])[1].num_steps == 8  # 1 of 8 for nothing
+    assert steps_of([6])[1].num_steps == 4
+    assert steps_of([1])[1].num_steps == 1
+    assert steps_of([50] * 7 + [2])[1].num_steps == 8
+    assert steps_of([50] * 5 + [1])[1].num_steps == 4
+    assert steps_of([50], max_steps=5)[1].num_steps == 4
+    _, plan = steps_of([50] * 7 + [2])
+    assert plan.lanes.counts.tolist() == [8] * 7 + [2]
+
+
+def test_steps_preempt_nobody():
+    """Fails if lanes take more steps than the pages hold, or fewer."""
+    loop, plan = steps_of([7, 7], num_pages=6, page_size=2)
+    assert (plan.num_steps, loop.scheduler.metrics.num_preemptions) == (1, 0)
+    loop, plan = steps_of([7, 7], num_pages=9, page_size=2)
+    assert (plan.num_steps, loop.scheduler.metrics.num_preemptions) == (4, 0)
+
+
+def test_streamed_tokens_come_one_by_one():
+    loop = Loop()
+    for is_streamed in (False, True):
+        loop.add([1], 20, is_streamed=is_streamed)
+    loop.step()
+    assert loop.plan().num_steps == 1
+
+
+def test_drafts_make_passes_fewer():
+    def count(sizes):
+        loop = Loop(sizes=sizes, max_steps=1)
+        sequences = [loop.add([i], 40) for i in range(3)]
+        loop.run()
+        check_all(sequences)
+        return len(loop.plans)
+
+    assert count([Size(8, 6)]) == 40
+    assert 12 < count([Size(8, 6, width=4)]) < 25
+
+
+def test_metrics():
+    loop = Loop(max_rows=2)
+    assert loop.scheduler.metrics == (0, 0, 0, 0, 0, 0)
+    for _ in range(3):
+        loop.add([*range(10)], 2)
+    loop.step()
+    assert loop.scheduler.metrics == (1, 2, 3, 0, 0, 0)
+    loop.run()
+    assert loop.scheduler.metrics == (0, 0, 0, 2, 16, 0)
+
+
+def test_requests_that_never_fit_are_refused():
+    scheduler = Scheduler(Pool(5, 4), 2, 40, [Size(2, 1)])
+    scheduler.add(Sequence([1] * 10, 7))
+    with config_error(
+        "max_new_tokens=8 after 10 tokens needs 5 pages of 4 tokens, and the cache has "
+        "4; ask for fewer, shorten the prompt, or enlarge the cache"
+    ):
+        scheduler.add(Sequence([1] * 10, 8))
+    with config_error(
+        "max_new_tokens=31 after 10 tokens is more than 40; ask for 30 or fewer, or "
+        "shorten the prompt\n"
+        "max_new_tokens=31 after 10 tokens needs 10 pages of 4 tokens, and the cache "
+        "has 4; ask for fewer, shorten the prompt, or enlarge the cache"
+    ):
+        scheduler.add(Sequence([1] * 10, 31))
+    with config_error(
+        "prompt=[] has no token; give one token or more\n"
+        "max_new_tokens=0 is below 1; ask for 1 or more"
+    ):
+        scheduler.add(Sequence([], 0))
+    assert scheduler.metrics.num_waiting == 1
+
+
+def test_rows_without_lanes_are_refused():
+    with config_error(
+        "max_rows=9 is more than the 8 lanes of a pass with chunks; add a larger size, "
+        "or use fewer rows"
+    ):
+        Scheduler(Pool(5, 4), 9, 40, [Size(64), Size(8, 2)])
+
+
+def test_results_come_in_order():
+    loop = Loop(lag=2)
+    loop.add([1, 2], 9)
+    _, second = loop.plan(), loop.plan()
+    with pytest.raises(AssertionError, match="in order"):
+        loop.scheduler.accept(second, np.zeros((8, 8), np.int32))

@@ -6,11 +6,16 @@ prefix: a wrong page, position or order gives another text, or is caught at once
 """
 
 import collections
+import random
 
 import numpy as np
 
-from zjax.generation.pool import Pool, page_keys
+from zjax.generation.plan import Size
+from zjax.generation.pool import Pool
 from zjax.generation.scheduler import Scheduler
+from zjax.generation.sequence import Sequence
+
+SIZES = (Size(2), Size(8), Size(4, 2), Size(8, 6))
 
 MASK = (1 << 64) - 1
 FACTOR = 0x9E3779B97F4A7C15
@@ -42,68 +47,86 @@ def expect(sequence):
 
 
 class Device:
-    """State of all slots and pages, changed by passes in order."""
+    """State of all slots and pages, changed by passes in order.
+
+    Of the drafts that a lane reads, some are right.
+    """
 
     def __init__(self, num_pages, page_size, max_rows, max_length):
+        self.page_size = page_size
         self.tokens = np.full((num_pages, page_size), -1, np.int64)
         self.positions = np.full((num_pages, page_size), -1, np.int64)
         self.last = np.full(max_rows + 1, -1, np.int64)
         self.owners = {}
+        self.rng = random.Random(0)
         self.powers = np.ones(max_length + 1, np.uint64)
         for i in range(1, max_length + 1):
             self.powers[i] = int(self.powers[i - 1]) * FACTOR & MASK
 
     def run(self, plan):
-        """Runs a pass; returns int[num_steps, lanes + chunks], -1 where nothing is."""
+        """Runs a pass.
+
+        Returns int[num_steps * width, lanes + chunks], -1 where nothing is, and
+        int[lanes + chunks], the number of tokens of each column.
+        """
         for slot, sequence in plan.admitted:
             self.last[slot], self.owners[slot] = -1, sequence
-        num_lanes = plan.size.lanes
-        shape = plan.num_steps, num_lanes + plan.size.chunks
+        num_lanes, num_chunks, width = plan.size
+        shape = plan.num_steps * width, num_lanes + num_chunks
         results = np.full(shape, -1, np.int64)
+        prompts = [[x[i] for x in plan.chunks] for i in range(num_chunks)]
         for step in range(plan.num_steps):
-            live = plan.lanes.counts > step
-            writes = [(plan.lanes.slots[live], plan.lanes.starts[live] + step)]
-            values = [self.last[plan.lanes.slots[live]]]
-            for i in range(plan.size.chunks):
-                slot, start, count = (x[i] for x in plan.chunks[1:4])
-                writes.append((np.full(count, slot), np.arange(start, start + count)))
-                values.append(plan.chunks.tokens[i, :count])
-            self.write(plan.table, writes, np.concatenate(values))
-            new = {}
-            for i in np.flatnonzero(live).tolist():
-                slot, position = plan.lanes.slots[i], plan.lanes.starts[i] + step
-                new[i] = slot, self.read(plan.table, slot, position + 1)
-            for i in range(plan.size.chunks):
-                slot, start, count, is_last = (x[i] for x in plan.chunks[1:])
-                assert slot < len(self.last) - 1 or not count
+            live = np.flatnonzero(plan.lanes.counts > step).tolist()
+            reads = [self.lane(plan, lane, step) for lane in live]
+            reads += [(slot, at, row[:n]) for row, slot, at, n, _ in prompts if n]
+            if reads:  # else all lanes are at the end
+                self.write(plan.table, reads)
+            for lane, (slot, start, read) in zip(live, reads, strict=False):
+                for i, token in enumerate(read):
+                    if i and token != self.last[slot]:
+                        break  # a draft that is wrong
+                    self.last[slot] = self.read(plan.table, slot, start + i + 1)
+                    results[step + i, lane] = self.last[slot]
+            for chunk, (_, slot, start, count, is_last) in enumerate(prompts):
                 if count:
                     token = self.read(plan.table, slot, start + count)
                 if is_last:
-                    new[num_lanes + i] = slot, token
-            for column, (slot, token) in new.items():
-                results[step, column] = self.last[slot] = token
-        return results
+                    results[0, num_lanes + chunk] = self.last[slot] = token
+        return results, (results >= 0).sum(axis=0)
 
-    def write(self, table, writes, values):
-        slots, positions = (np.concatenate(x) for x in zip(*writes, strict=True))
-        page_size = self.tokens.shape[1]
-        pages, columns = table[slots, positions // page_size], positions % page_size
-        assert (values >= 0).all(), "a slot without a token is read"
+    def lane(self, plan, lane, step):
+        """Slot, position and tokens that a lane reads in a step."""
+        slot, start, count = (int(x[lane]) for x in plan.lanes)
+        if plan.size.width == 1:
+            return slot, start + step, [self.last[slot]]
+        truth = true_text(self.owners[slot], start + count)[start + 1 : start + count]
+        drafts = [x if self.rng.random() < 0.7 else VOCAB for x in truth]
+        return slot, start, [self.last[slot], *drafts]
+
+    def write(self, table, reads):
+        places = [
+            (table[slot, position // self.page_size], position % self.page_size)
+            for slot, start, read in reads
+            for position in range(start, start + len(read))
+        ]
+        assert len({*places}) == len(places), "two keys go to one place"
+        tokens = np.concatenate([read for _, _, read in reads])
+        assert (tokens >= 0).all(), "a slot without a token is read"
+        pages, columns = np.transpose(places)
         assert (pages > 0).all(), "a key goes to no page"
-        places = pages * page_size + columns
-        assert len(np.unique(places)) == len(places), "two keys go to one place"
-        self.tokens[pages, columns] = values
-        self.positions[pages, columns] = positions
+        self.tokens[pages, columns] = tokens
+        self.positions[pages, columns] = np.concatenate(
+            [np.arange(start, start + len(read)) for _, start, read in reads]
+        )
 
     def read(self, table, slot, length):
         """Compares a whole prefix with the oracle; returns the next token."""
-        pages = table[slot, : -(-length // self.tokens.shape[1])]
+        pages = table[slot, : -(-length // self.page_size)]
         found = self.tokens[pages].reshape(-1)[:length]
         positions = self.positions[pages].reshape(-1)[:length]
-        np.testing.assert_array_equal(positions, np.arange(length))
-        sequence = self.owners[int(slot)]
-        truth = true_text(sequence, int(length))
-        np.testing.assert_array_equal(found, truth)
+        assert (positions == np.arange(length)).all(), positions
+        truth = true_text(self.owners[int(slot)], int(length))
+        assert (found == truth).all(), (found, truth)
         terms = (found + 1).astype(np.uint64) * self.powers[length - 1 :: -1][:length]
         return choose(int(terms.sum(dtype=np.uint64)))
 
@@ -118,71 +141,119 @@ def true_text(sequence, length):
     return text[:length]
 
 
-class Loop:
-    """The engine in small: runs passes at once, and accepts them some plans later.
+class ObservedPool(Pool):
+    """A pool that notes the pages that it hands out."""
 
-    After each event, it checks that no page is lost or written after publication.
+    def __init__(self, num_pages, page_size):
+        super().__init__(num_pages, page_size)
+        self.handed = []
+
+    def allocate(self, num_pages):
+        pages = super().allocate(num_pages)
+        self.handed += pages or []
+        return pages
+
+    def published(self):
+        return {*self._keys}
+
+
+class Loop:
+    """The engine in small: passes run late, when their results are accepted.
+
+    After each event, it checks that no page is lost, that no pass writes what others
+    may read, and that every sequence that can go on does.
     """
 
     def __init__(
-        self, *, num_pages, page_size, max_rows, sizes, max_length=64, lag=0, **options
+        self,
+        *,
+        num_pages=200,
+        page_size=4,
+        max_rows=8,
+        max_length=64,
+        sizes=SIZES,
+        chunk_size=8,
+        max_steps=8,
+        lag=0,
     ):
-        self.pool = Pool(num_pages, page_size)
+        self.pool = ObservedPool(num_pages, page_size)
+        options = {"chunk_size": chunk_size, "max_steps": max_steps}
         self.scheduler = Scheduler(self.pool, max_rows, max_length, sizes, **options)
+        self.rows = self.scheduler.rows
         self.device = Device(num_pages, page_size, max_rows, max_length)
         self.lag, self.flying, self.plans = lag, collections.deque(), []
 
+    def add(self, *args, **options):
+        return self.scheduler.add(Sequence(*args, **options))
+
+    @property
+    def is_idle(self):
+        return not self.rows.running and not self.scheduler.waiting
+
     def step(self):
-        """Plans and runs a pass, or accepts one; returns whether either was there."""
-        before = dict(self.pool._keys)
+        """Plans a pass, or runs and accepts one; returns whether either was there."""
+        plan = self.plan()
+        if self.flying and (plan is None or len(self.flying) > self.lag):
+            self.accept()
+            return True
+        return plan is not None
+
+    def plan(self):
+        published, self.pool.handed = self.pool.published(), []
+        decoding = [x for x in self.rows.running if x.is_decoding]
         plan = self.scheduler.plan()
         self.check()
         if plan is not None:
-            self.check_writes(plan, before)
+            self.check_writes(plan, published - {*self.pool.handed})
+            self.check_lanes(plan, decoding)
             self.plans.append(plan)
-            self.flying.append((plan, self.device.run(plan)))
-        if self.flying and (plan is None or len(self.flying) > self.lag):
-            self.scheduler.accept(*self.flying.popleft())
-            self.check()
-            return True
-        return plan is not None
+            self.flying.append(plan)
+        return plan
+
+    def accept(self):
+        oldest = self.flying.popleft()
+        tokens, num_new = self.device.run(oldest)
+        num_new = num_new if oldest.size.width > 1 else None
+        results = self.scheduler.accept(oldest, tokens, num_new)
+        self.check()
+        return results
 
     def run(self):
         """Runs until nothing is left."""
         while self.step():
             pass
-        scheduler = self.scheduler
-        assert not scheduler.running and not scheduler.waiting, "a deadlock"
-        assert self.pool.num_live == 0
+        assert self.is_idle, "a deadlock"
+        assert self.pool.num_live == 0 and not self.rows._promised
+        assert not self.scheduler._promises
 
     def check(self):
-        scheduler = self.scheduler
-        self.pool.check([x.pages for x in scheduler.running])
-        slots = [x.slot for x in scheduler.running]
-        free = scheduler._slots
-        assert sorted([*slots, *free]) == [*range(scheduler.max_rows)]
-        assert not any(x.pages for x in scheduler.waiting)
-        wanted = np.zeros_like(scheduler._table)
-        for sequence in scheduler.running:
+        """Fails if a page or a slot is lost, or the table is another."""
+        running, waiting = self.rows.running, self.scheduler.waiting
+        self.pool.check([x.pages for x in running])
+        slots = [*self.rows._slots, *(x.slot for x in running)]
+        assert sorted(slots) == [*range(self.rows.max_rows)]
+        assert not any(x.pages for x in waiting)
+        for arrivals in ([x.arrival for x in part] for part in (running, waiting)):
+            assert arrivals == sorted(arrivals)
+        wanted = np.zeros_like(self.rows._table)
+        for sequence in running:
             wanted[sequence.slot, : len(sequence.pages)] = sequence.pages
-        np.testing.assert_array_equal(scheduler._table, wanted)
+        assert (self.rows._table == wanted).all()
 
-    def check_writes(self, plan, before):
+    def check_writes(self, plan, published):
         """Fails if a pass writes a page that was published before it was planned."""
-        still = {p for p, key in before.items() if self.pool._keys.get(p) == key}
         size = self.pool.page_size
         for part in (plan.lanes, plan.chunks):
+            live = np.flatnonzero(part.counts)
             for slot, start, count in zip(
-                part.slots, part.starts, part.counts, strict=True
+                part.slots[live], part.starts[live], part.counts[live], strict=True
             ):
-                if count:
-                    first, last = start // size, (start + count - 1) // size
-                    assert not still & set(plan.table[slot, first : last + 1].tolist())
+                first, last = start // size, (start + count - 1) // size
+                pages = plan.table[slot, first : last + 1].tolist()
+                assert not published & set(pages)
 
-
-def check_keys(loop):
-    """Fails if a published page holds other tokens than the key says."""
-    for sequence in loop.scheduler.running:
-        keys = page_keys(sequence.tokens, loop.pool.page_size)
-        for page, key in zip(sequence.pages, keys, strict=False):
-            assert loop.pool._keys.get(page, key) == key
+    def check_lanes(self, plan, decoding):
+        """Fails if a sequence that decodes misses a pass."""
+        found = plan.lanes.slots[plan.lanes.counts > 0].tolist()
+        found += [slot for slot, _ in plan.admitted]  # preempted, and back at once
+        assert all(x.slot is None or x.slot in found for x in decoding)

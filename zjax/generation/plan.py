@@ -16,13 +16,20 @@ class Size(NamedTuple):
     """Sequences that read tokens of the device, one after another."""
     chunks: int = 0
     """Chunks of prompts, each of one sequence."""
+    width: int = 1
+    """Tokens that a lane reads at once: the last token, and drafts of the next."""
+
+    def num_tokens(self, chunk_size: int) -> int:
+        """Counts the tokens that a pass of the size computes at once."""
+        return self.lanes * self.width + self.chunks * chunk_size
 
 
 class Lanes(NamedTuple):
     """Decode part of a pass: each lane continues one sequence.
 
     Step s of a lane reads the last token of the slot at position `starts + s`, if s is
-    below `counts`, and yields the next token. A lane without a sequence has the slot
+    below `counts`, and yields the next token. A lane of width above 1 reads the last
+    token and `counts - 1` drafts in one step. A lane without a sequence has the slot
     `max_rows` and count 0.
     """
 
@@ -31,7 +38,7 @@ class Lanes(NamedTuple):
     starts: np.ndarray
     """int32[lanes], position of the first token read."""
     counts: np.ndarray
-    """int32[lanes], tokens that the lane reads, up to `num_steps`."""
+    """int32[lanes], tokens that the lane reads, up to `num_steps * width`."""
 
 
 class Chunks(NamedTuple):
@@ -72,7 +79,7 @@ class Place(NamedTuple):
     column: int
     """Lane, or number of lanes plus the chunk."""
     num_new: int
-    """New tokens, from the first step on."""
+    """New tokens, from the first step on; with drafts the most that may come."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +89,8 @@ class Plan:
     Args:
         number: Number of the pass, from 0 on; passes run in this order.
         size: Shape of the compiled pass.
-        num_steps: Tokens that lanes read one after another; 1 in a pass with chunks.
+        num_steps: Tokens that lanes read one after another; 1 in a pass with chunks or
+            drafts.
         lanes: Decode part.
         chunks: Prompt part.
         table: int32[max_rows + 1, max_pages], pages of each slot; 0, the sink, behind

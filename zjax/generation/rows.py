@@ -1,0 +1,142 @@
+"""Rows of the device's state: which sequence has which slot and which pages."""
+
+import bisect
+import operator
+
+import numpy as np
+
+from zjax.generation.pool import Pool
+from zjax.generation.sequence import Sequence
+
+
+class Rows:
+    """Running sequences, each with a slot, pages and a row of the table.
+
+    Passes run in the order of plans, and plans do not wait for results. So slot and
+    pages of a sequence that leaves are free at once: a pass that still writes the pages
+    runs before any pass of a new owner. Such a pass writes only behind the tokens that
+    the host knows, and a published page has known tokens alone.
+
+    Args:
+        pool: Pages of the cache.
+        max_rows: Number of slots.
+        max_length: Most tokens of a sequence.
+
+    Attributes:
+        running: Sequences with a slot, in order of arrival.
+        num_hit_tokens: Tokens that were found in the cache, so far.
+    """
+
+    def __init__(self, pool: Pool, max_rows: int, max_length: int):
+        self.pool, self.max_rows = pool, max_rows
+        self.running: list[Sequence] = []
+        self.num_hit_tokens = 0
+        self._slots = list(range(max_rows - 1, -1, -1))
+        self._table = np.zeros((max_rows + 1, self.num_pages(max_length)), np.int32)
+        self._is_lent = False
+        self._promised: set[bytes] = set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all slots are taken."""
+        return not self._slots
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Counts the pages of a number of tokens."""
+        return -(-num_tokens // self.pool.page_size)
+
+    def lend_table(self) -> np.ndarray:
+        """Returns int32[max_rows + 1, max_pages], an array that never changes again."""
+        self._is_lent = True
+        return self._table
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Gives a sequence a slot and the pages of all tokens, if enough are available.
+
+        A page for each running sequence is left: else the next pass might preempt the
+        sequence that has just been read.
+        """
+        matched = self.pool.match(self._keys_to_find(sequence))
+        num_tokens = len(sequence.tokens)
+        num_new = self.num_pages(num_tokens) - len(matched)
+        num_taken = num_new + self.pool.count_cached(matched)
+        if num_taken + len(self.running) > self.pool.num_available:
+            return False
+        sequence.slot = self._slots.pop()
+        sequence.num_to_read, sequence.num_published = num_tokens, len(matched)
+        sequence.num_planned = len(matched) * self.pool.page_size
+        self.pool.share(matched)
+        self._add_pages(sequence, matched)
+        self.grow(sequence, num_tokens - sequence.num_planned)
+        self._promised.update(sequence.keys(self.pool.page_size)[len(matched) :])
+        self.num_hit_tokens += sequence.num_planned
+        bisect.insort(self.running, sequence, key=operator.attrgetter("arrival"))
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Holds the pages of tokens to plan; False if too few are available."""
+        pages = self.pool.allocate(self.num_missing(sequence, num_tokens))
+        if pages:
+            self._add_pages(sequence, pages)
+        return pages is not None
+
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Counts the pages that tokens to plan need beyond the pages at hand."""
+        num_pages = self.num_pages(sequence.num_planned + num_tokens)
+        return max(num_pages - len(sequence.pages), 0)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Lets prefixes find the pages of which all tokens are known and planned."""
+        num_known = min(len(sequence.tokens), sequence.num_planned)
+        num_full = num_known // self.pool.page_size
+        keys = sequence.keys(self.pool.page_size)
+        for number in range(sequence.num_published, num_full):
+            self.pool.publish(sequence.pages[number], keys[number])
+            self._promised.discard(keys[number])
+        sequence.num_published = num_full
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes slot and pages from a running sequence."""
+        assert sequence.slot is not None
+        keys = sequence.keys(self.pool.page_size)
+        self._promised.difference_update(keys[sequence.num_published :])
+        self.pool.release(sequence.pages)
+        self._own_table()[sequence.slot] = 0
+        self._slots.append(sequence.slot)
+        self.running.remove(sequence)
+        sequence.slot, sequence.pages = None, []
+        sequence.num_planned = sequence.num_to_read = sequence.num_published = 0
+
+    def find_promise(self, sequence: Sequence) -> bytes:
+        """Returns the last key that a running sequence will publish for a prompt.
+
+        Empty if the next page of the prompt is not on the way.
+        """
+        keys, promise = self._keys_to_find(sequence), b""
+        for key in keys[len(self.pool.match(keys)) :]:
+            if key not in self._promised:
+                break
+            promise = key
+        return promise
+
+    def is_promised(self, key: bytes) -> bool:
+        """Whether a running sequence has yet to publish a key."""
+        return key in self._promised
+
+    def _keys_to_find(self, sequence: Sequence) -> list[bytes]:
+        """Returns the keys of pages that the cache may supply."""
+        keys = sequence.keys(self.pool.page_size)
+        # The last token is always read, as it yields the next token.
+        return keys[: (len(sequence.tokens) - 1) // self.pool.page_size]
+
+    def _add_pages(self, sequence: Sequence, pages: list[int]) -> None:
+        """Appends pages to a sequence and the row of the table."""
+        first = len(sequence.pages)
+        sequence.pages += pages
+        self._own_table()[sequence.slot, first : len(sequence.pages)] = pages
+
+    def _own_table(self) -> np.ndarray:
+        """Returns a table to write, a copy if a plan has the last."""
+        if self._is_lent:
+            self._table, self._is_lent = self._table.copy(), False
+        return self._table
