@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.reference import filters as reference
 from zjax.generation import logits as transforms
@@ -70,6 +72,23 @@ def test_eager_and_compiled_choices_are_equal():
     eager, compiled = choose_tokens(*arguments), choose(*arguments)
     np.testing.assert_array_equal(eager.tokens, compiled.tokens)
     np.testing.assert_allclose(eager.logprobs, compiled.logprobs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [("x", None), (None, "x")], ids=["rows", "vocab"])
+def test_devices_choose_what_one_chooses(axes):
+    """Fails if a filter or a draw depends on how logits are split."""
+    num_devices, samplings = 4, [*MIXED[1:], *MIXED[3:]]
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("x",))
+    num_rows, vocab = 12, 4_000
+    logits = RNG.normal(size=(num_rows, vocab)).astype(np.float32)
+    history = RNG.integers(0, vocab, (num_rows, 8)).astype(np.int32)
+    prompts, lengths = np.full((2, num_rows), [[3], [7]], np.int32)
+    rows = rows_of(samplings[:num_rows])
+    wanted = choose(logits, rows, history, prompts, lengths)
+    spread = jax.device_put(logits, NamedSharding(mesh, P(*axes)))
+    found = choose(spread, rows, history, prompts, lengths)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_is_read_as_float32():
