@@ -22,9 +22,9 @@ from zjax.errors import (
     ZjaxError,
 )
 from zjax.estimate.traced import Cost, count
+from zjax.generation.generate import generate
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
-from zjax.models.generate import generate
 from zjax.models.inspect import chosen_experts
 from zjax.ops.sparse_self import (
     extend_position_embedding,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 Device = Any
 """A `jax.Device`, which is not a type to type checkers."""
@@ -133,41 +132,28 @@ class Segment:
     and no update of the optimizer."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """The columns of a text that one pass of generation reads.
-
-    The first pass reads the prompts from column 0 on, and each later pass one token.
-    """
-
-    starts: jax.Array | None
-    """int32[B], first column of each prompt; None if all prompts begin at column 0."""
-    first: Any
-    """int32[], first column of the pass."""
-    num_columns: int = dataclasses.field(metadata={"static": True})
-    """Columns of the whole text, with all tokens to come."""
-
-    def starts_of(self, num_rows: int) -> jax.Array:
-        """Returns the first column of each prompt, int32[B]."""
-        return jnp.zeros(num_rows, jnp.int32) if self.starts is None else self.starts
-
-
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """Functions that continue text."""
+    """Functions that continue text: N tokens of any rows, each as a row of its own.
+
+    What a block stores of earlier tokens is the affair of `attend(cache, how, q, k, v,
+    stored) -> (outputs, cache)`, which each layer calls once; `how` tells which keys a
+    token sees (`zjax.models.continuation.How`).
+    """
 
     embed: Callable[..., Any]
-    """`embed(params, tokens, columns) -> (carry, context)`: embeds the tokens of
-    `Columns`."""
+    """`embed(params, batch) -> (carry, context)`: embeds `tokens` [N, 1] at `positions`
+    [N, 1]; `num_tokens` [N] and `num_given` [N] are the tokens of the row, with and
+    without tokens to come."""
     blocks: tuple[Callable[..., Any], ...]
-    """For each segment, `block(params, carry, context, columns, cache) -> ((carry,
-    tile_input), cache)`: the columns of a pass through a block or, with tiles, through
-    the trunk. `cache` holds what the block stored of earlier columns; None in the first
-    pass."""
+    """For each segment, `block(params, carry, context, attend, caches) -> ((carry,
+    tile_input), caches)`: the tokens through a block or, with tiles, through the trunk.
+    `caches` has one entry per layer of the block."""
+    num_layers: tuple[int, ...]
+    """Layers of a block, for each segment."""
     score: Callable[..., Any]
-    """`score(params, carry) -> float32[B, V]`: logits of the next token, from the
-    parameters of the head and the last column of the carry."""
+    """`score(params, carry) -> float32[N, V]`: logits of the next token, from the
+    parameters of the head."""
 
 
 @jax.tree_util.register_dataclass

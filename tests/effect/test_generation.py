@@ -1,4 +1,4 @@
-"""The devices of a mesh must split the cache of a text that is generated."""
+"""The devices of a mesh must split the pages of a text that is generated."""
 
 import re
 
@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 
 from tests.support import features
-from zjax.models import generate
+from zjax.generation import programs
 from zjax.sharding import plan as plans
 
 ROWS, PROMPT, NUM_NEW = 8, 4, 7
 MESHES = pytest.mark.parametrize(
-    ("settings", "rows", "heads"),
+    ("settings", "heads"),
     [
-        ("mesh.data=4 mesh.tensor=2", 2, 2),
-        (features.EXPERTS + "mesh.data=2 mesh.expert=2 mesh.tensor=2", 2, 2),
-        ("mesh.data=2 mesh.sequence=2 mesh.tensor=2 zero.stage=2", 4, 1),
-        ("model.num_kv_heads=1 mesh.data=4 mesh.tensor=2", 2, 1),
+        ("mesh.data=4 mesh.tensor=2", 2),
+        (features.EXPERTS + "mesh.data=2 mesh.expert=2 mesh.tensor=2", 2),
+        ("mesh.data=2 mesh.sequence=2 mesh.tensor=2 zero.stage=2", 1),
+        ("model.num_kv_heads=1 mesh.data=4 mesh.tensor=2", 1),
     ],
-    ids=["rows and heads", "experts", "sequence", "copied heads"],
+    ids=["heads", "experts", "sequence", "copied heads"],
 )
-"""Rows and heads of 8 rows and 4 heads that a device holds."""
+"""Heads of 4, or of a copy for each device, that a device holds."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,54 +39,55 @@ def start(settings):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The text of each program that writes a text at once."""
-    real, texts = generate._generate, []
+    """The text of each program that adds tokens to rows."""
+    real, texts = programs._run_steps, []
 
-    def watched(*args, **settings):
-        texts.append(real.lower(*args, **settings).compile().as_text())
-        return real(*args, **settings)
+    def watched(*args):
+        texts.append(real.lower(*args).compile().as_text())
+        return real(*args)
 
-    monkeypatch.setattr(generate, "_generate", watched)
+    monkeypatch.setattr(programs, "_run_steps", watched)
     return texts
 
 
 @MESHES
-def test_devices_split_a_cache_in_the_loop(settings, rows, heads, compiled):
-    """Fails if a device carries rows or heads of other devices from token to token."""
+def test_devices_split_pages_in_the_loop(settings, heads, compiled):
+    """Fails if a device carries heads of other devices from token to token."""
     run, prompts = start(settings)
     run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
-    (text,) = compiled
-    loops = (x for x in text.splitlines() if " while(" in x and "[8,11]" in x)
-    carried = re.findall(r"f32\[(\d+),11,(\d+),4\]", next(loops).split(" while(")[0])
-    assert carried == 2 * run.config.model.num_layers * [(str(rows), str(heads))]
+    loops = [x.split(" while(")[0] for x in compiled[0].splitlines() if " while(" in x]
+    found = [re.findall(r"f32\[\d+,(\d+),64,4\]", loop) for loop in loops]
+    # Attention loops over pages inside of the loop over tokens.
+    carried = max(found, key=len)
+    assert carried == 2 * run.config.model.num_layers * [str(heads)]
 
 
-def test_weights_stay_split_while_a_text_is_written(compiled):
-    """Fails if a device gathers the weights that ZeRO splits."""
+def test_weights_are_gathered_once(compiled):
+    """Fails if each token gathers the weights that ZeRO splits."""
     run, prompts = start("mesh.data=4 mesh.tensor=2 zero.stage=3")
     run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
-    (text,) = compiled
-    assert "all-reduce" in text
-    # The share of the tensor axis in the first matrix of the feed-forward.
-    assert not re.findall(r"f32\[1?,?16,12\]\S* all-gather\(", text)
+    assert "all-reduce" in compiled[0]
+    # The tensor axis still splits the first matrix of the feed-forward.
+    assert "f32[16,12]" in compiled[0]
+    assert not re.findall(r"f32\[(?:1,)?16,(?:12|24)\]\S* all-gather\(", compiled[0])
 
 
 @MESHES
-def test_devices_split_caches_of_offloaded_blocks(settings, rows, heads, monkeypatch):
-    """Fails if a cache is replicated after the prompts, or after a token."""
+def test_devices_split_pages_of_offloaded_blocks(settings, heads, monkeypatch):
+    """Fails if pages are replicated after the prompts, or after a token."""
     run, prompts = start(features.HOST + settings)
-    programs, shapes = run.step.executor.generation, []
-    real = programs.read
+    units, shapes = run.step.executor.generation, []
+    real = units.read
 
     def watched(*args):
         results = real(*args)
-        caches = jax.tree.leaves(results[1])
-        shapes.extend(x.sharding.shard_shape(x.shape) for x in caches)
+        pages = jax.tree.leaves(results[1])
+        shapes.extend(x.sharding.shard_shape(x.shape)[1:] for x in pages)
         return results
 
-    monkeypatch.setattr(programs, "read", watched)
+    monkeypatch.setattr(units, "read", watched)
     run.generate(run.state, prompts, max_new_tokens=3)
-    assert shapes == 3 * 2 * run.config.model.num_layers * [(rows, 7, heads, 4)]
+    assert shapes == 3 * 2 * run.config.model.num_layers * [(heads, 64, 4)]
 
 
 @pytest.mark.parametrize("where", ["", features.HOST], ids=["device", "host"])

@@ -16,11 +16,11 @@ from tests.reference import mixture as reference
 from tests.support import language
 from zjax.config import load_config
 from zjax.errors import ConfigError
+from zjax.generation.generate import generate
 from zjax.models import flops, mixture
 from zjax.models.block import layers_of, segments_of
 from zjax.models.build import make_model
 from zjax.models.embedding import trained_tokens
-from zjax.models.generate import generate
 from zjax.models.mixture import MixtureOfExperts
 from zjax.run.plan_report import report_plan
 from zjax.settings import schema

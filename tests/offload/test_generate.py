@@ -21,7 +21,7 @@ from tests.support.offload import (
     train,
 )
 from zjax.errors import ConfigError
-from zjax.models.generate import generate
+from zjax.generation.generate import generate
 from zjax.offload import units
 from zjax.run import fused
 from zjax.settings import schema
@@ -80,23 +80,30 @@ def test_blocks_on_disks(tmp_path):
     assert_same_text(run, state, prompts(3), **SAMPLED)
 
 
-def test_no_pass_follows_the_last_end(monkeypatch):
-    """Fails if rows that have ended go on to bring up blocks, or what came up for them
-    stays."""
+def watch(monkeypatch, program, name, note):
+    """Calls `note(*args)` before each call of one of the programs."""
+    real = getattr(program, name)
+
+    def watched(*args):
+        note(*args)
+        return real(*args)
+
+    monkeypatch.setattr(program, name, watched)
+
+
+def test_passes_end_soon_after_the_last_end(monkeypatch):
+    """Fails if rows that have ended go on, or what came up for them stays.
+
+    Two passes are on the way when an end is read.
+    """
     run, state = make_run()
     free = np.asarray(run.generate(state, prompts(1), max_new_tokens=NUM_NEW))
-    end_id = int(free[0, PROMPT])
-    program = run.step.executor.generation
-    read = program.read
-
-    def prompts_alone(*args):
-        assert args[-1] is None  # without a cache
-        return read(*args)
-
-    monkeypatch.setattr(program, "read", prompts_alone)
-    settings = {"max_new_tokens": NUM_NEW, "end_ids": [end_id]}
+    program, passes = run.step.executor.generation, []
+    watch(monkeypatch, program, "embed", lambda *_: passes.append(1))
+    settings = {"max_new_tokens": 12, "end_ids": [int(free[0, PROMPT])]}
     found = np.asarray(run.generate(state, prompts(1), **settings))
-    assert (found[0, PROMPT:] == end_id).all()
+    assert (found[0, PROMPT:] == free[0, PROMPT]).all()
+    assert len(passes) < 12
     assert (program.units.stream.arrived, len(program.units.stream.waiting)) == ({}, 0)
 
 
@@ -110,7 +117,7 @@ def test_trainers_write_the_same_text_block_by_block(tmp_path, monkeypatch):
         texts.append(trainer.generate("def ", max_new_tokens=8))
         trainer.close()
     assert texts[0] == texts[1]
-    assert len(set(texts[0])) > 6
+    assert len(set(texts[0])) > 5
 
 
 TEXT = ("data.source=standard_library", "model.vocab_size=257", "model.num_layers=3")
@@ -135,35 +142,31 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch):
     stream, found = program.units.stream, []
     before = jax.live_arrays()
 
-    def watched(*args):
-        if args[-1] is None:  # the pass of the prompts
-            return read(*args)
+    def note(*_):
         blocks = [x for x in arrays_besides(before) if x.shape == (16, 47)]
         assert {x.sharding.memory_kind for x in blocks} == {"device"}
         found.append((len(blocks), stream.in_flight))
-        return read(*args)
 
-    read = program.read
-    monkeypatch.setattr(program, "read", watched)
+    watch(monkeypatch, program, "read", note)
     run.generate(state, prompts(2), max_new_tokens=3)
-    assert len(found) == 2 * 8
+    assert len(found) == 3 * 8
     assert max(num for num, _ in found) == 3
     assert max(size for _, size in found) == stream.limit
 
 
 def test_blocks_of_the_next_token_come_up_while_one_is_chosen(monkeypatch):
     run, state = make_run()
-    program = run.step.executor.generation
-    choose, here = program.choose, []
-
-    def watched(*args):
-        here.append(sorted(program.units.stream.arrived))
-        return choose(*args)
-
-    monkeypatch.setattr(program, "choose", watched)
+    program, here = run.step.executor.generation, []
+    arrived = program.units.stream.arrived
+    watch(
+        monkeypatch,
+        program,
+        "choose",
+        lambda *_: here.append(sorted(program.units.stream.arrived)),
+    )
     run.generate(state, prompts(1), max_new_tokens=2)
-    column = PROMPT + 1
-    assert here == [[(column, 0), (column, 1), (column, 2)], []]
+    assert here == [[(number, unit) for unit in range(3)] for number in (1, 2)]
+    assert not arrived
 
 
 def test_each_program_is_compiled_once(caplog):
@@ -176,11 +179,12 @@ def test_each_program_is_compiled_once(caplog):
             run.generate(state, prompts(3), max_new_tokens=4, **SAMPLED)
         texts = (record.getMessage() for record in caplog.records)
         texts = (x.split()[1] for x in texts if x.startswith("Compiling"))
-        kinds = ("start_text", "_embed", "_read", "_choose")
+        kinds = ("_embed", "_read", "_choose")
         return sorted(x[4:-1] for x in texts if x[4:-1] in kinds)
 
-    # Embedding and block read prompts, and a token.
-    assert compiled() == ["_choose", "_embed", "_embed", "_read", "_read", "start_text"]
+    # A pass with prompts, and a pass of single tokens.
+    kinds = ["_choose", "_embed", "_read"]
+    assert compiled() == sorted(kinds + kinds)
     assert compiled() == []
 
 

@@ -16,7 +16,7 @@ from tests.support import huggingface as golden
 from tests.support.refusals import checkpoint_error, config_error
 from zjax.checkpoint import start as weights
 from zjax.errors import CheckpointError
-from zjax.models.generate import generate
+from zjax.generation.generate import generate
 from zjax.sharding import plan as plans
 from zjax.weights import config_json as settings
 from zjax.weights.huggingface import TOKENS, adapted

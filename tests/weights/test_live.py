@@ -14,8 +14,8 @@ from tests.support import quantized
 from zjax.checkpoint.export import export_huggingface, export_peft
 from zjax.checkpoint.store import Store
 from zjax.config.load import load_config
+from zjax.generation.generate import generate
 from zjax.huggingface import adapter_settings
-from zjax.models.generate import generate
 from zjax.run.saving import save
 from zjax.weights.codes import Fp8, Mxfp4
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import lora, qlora
-from zjax.models.generate import make_continuation
+from zjax.models.continuation import decoder_stack
 from zjax.models.layers import MatmulDtype
 from zjax.models.nnx import logical_of, nest, values_of
 from zjax.models.stack import Decoder, Encoder, execution_of, make_stack
@@ -99,11 +99,8 @@ def _build(
             logical, is_leaf=lambda x: x is None or isinstance(x, tuple)
         )
         lora.check_targets((path_of(keys) for keys, _ in leaves), adapters)
-    stack = make_stack(abstract)
-    if isinstance(abstract, Decoder):
-        stack = dataclasses.replace(
-            stack, continuation=make_continuation(abstract, in_tiles=True)
-        )
+    is_decoder = isinstance(abstract, Decoder)
+    stack = decoder_stack(abstract) if is_decoder else make_stack(abstract)
 
     @dtype_promotion()
     def init(key: jax.Array, only_block: jax.Array | None = None) -> Params:

@@ -139,8 +139,8 @@ class Embedding(nnx.Module):
         """Embeds batch["tokens"], and prepares the context of the blocks.
 
         Besides the arrays of a loss, `num_tokens` int32[B] is the length of a text that
-        is being written, and `schedule` has float32[] by name. The key is None in
-        evaluation.
+        is being written, `num_given` int32[B] the length of the prompt, and `schedule`
+        has float32[] by name. The key is None in evaluation.
         """
         tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
         positions = batch.get("positions")
@@ -168,8 +168,8 @@ class Embedding(nnx.Module):
         x = x if self.norm is None else self.norm(x)
         rotation = local_rotation = None
         if isinstance(self.config.positions, schema.Rotary):
-            length, num_tokens = tokens.shape[1], batch.get("num_tokens")
-            rotations = self._rotations(positions, length, num_tokens)
+            counts = {name: batch.get(name) for name in ("num_tokens", "num_given")}
+            rotations = self._rotations(positions, tokens.shape[1], **counts)
             rotation, local_rotation = rotations
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -209,7 +209,7 @@ class Embedding(nnx.Module):
             return self.positions[...][None, first : first + length]
         return self._look_up(self.positions, first + positions)
 
-    def _rotations(self, positions, length, num_tokens):
+    def _rotations(self, positions, length, **counts):
         """Makes the tables of all layers, and of sliding layers if different."""
         config, settings = self.config, self.config.rotary
         if positions is None:
@@ -221,7 +221,7 @@ class Embedding(nnx.Module):
                 positions,
                 head_size=size,
                 theta=theta,
-                num_tokens=num_tokens,
+                **counts,
                 **scaling,
             )
             return pin_tokens(cos), pin_tokens(sin)

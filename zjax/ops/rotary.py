@@ -16,13 +16,14 @@ def scaled_frequencies(
     theta: float,
     scaling: schema.RopeScaling | None,
     num_tokens: Int[Array, " B"] | None = None,
+    num_given: Int[Array, " B"] | None = None,
 ) -> Float[Array, "#B half"]:
     """Radians per position of each pair of channels, float32.
 
     `size` is the even number of channels that rotate, `theta` the base of wavelengths.
-    `dynamic` depends on the longest position of a row. `longrope` decides by
-    `num_tokens`, the tokens of each row with tokens to come, by default up to the
-    longest position.
+    `dynamic` depends on the longest position of a row, or on the `num_given` tokens of
+    a prompt that is read in parts. `longrope` decides by `num_tokens`, the tokens of
+    each row with tokens to come, by default up to the longest position.
 
     Example:
         >>> scaling = schema.LinearRope(factor=4.0)
@@ -37,7 +38,8 @@ def scaled_frequencies(
     """
     exponents = jnp.arange(0, size, 2, dtype=jnp.float32)[None] / size
     if isinstance(scaling, schema.DynamicRope):
-        return _dynamic_base(positions, size, theta, scaling) ** -exponents
+        base = _dynamic_base(positions, size, theta, scaling, num_given)
+        return base**-exponents
     frequencies = theta**-exponents
     if scaling is None:
         return frequencies
@@ -92,10 +94,12 @@ def _yarn_scale(scaling: schema.Yarn, share: float) -> float:
     return 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1.0
 
 
-def _dynamic_base(positions, size, theta, scaling) -> jax.Array:
+def _dynamic_base(positions, size, theta, scaling, num_given) -> jax.Array:
     """Base of each row, [B, 1], by NTK-aware scaling of the row's length."""
-    longest = positions.max(1, keepdims=True).astype(jnp.float32) + 1.0
-    ratio = jnp.maximum(longest / scaling.original_length, 1.0)
+    longest = positions.max(1, keepdims=True) + 1
+    if num_given is not None:
+        longest = jnp.maximum(longest, num_given[:, None])
+    ratio = jnp.maximum(longest.astype(jnp.float32) / scaling.original_length, 1.0)
     growth = scaling.factor * ratio - (scaling.factor - 1.0)
     return theta * growth ** (size / (size - 2))
 
@@ -135,6 +139,7 @@ def make_rotary_tables(
     theta: float = 10_000.0,
     scaling: schema.RopeScaling | None = None,
     num_tokens: Int[Array, " B"] | None = None,
+    num_given: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
     """Computes cosines and sines of every position, float32, once for all layers.
 
@@ -144,7 +149,7 @@ def make_rotary_tables(
     Reference:
         Su et al., RoFormer (arXiv:2104.09864).
     """
-    given = positions, head_size, theta, scaling, num_tokens
+    given = positions, head_size, theta, scaling, num_tokens, num_given
     frequencies = scaled_frequencies(*given)
     # bfloat16 would merge positions above 256.
     angles = positions[..., None].astype(jnp.float32) * frequencies[:, None, :]

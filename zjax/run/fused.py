@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from zjax.generation.generate import generate
 from zjax.jaxprs.versions import dtype_promotion
-from zjax.models.generate import generate
 from zjax.offload.compiled import Jit, Peak
 from zjax.replicas.state import run_rows
 from zjax.run.compiler import Options, step_options
@@ -16,7 +16,13 @@ from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.memory import tree_bytes
 from zjax.sharding.mesh import BATCH_AXES, is_simulated, num_shares
-from zjax.sharding.placement import ArrayPlan, abstract_tree, shardings, unpad_tree
+from zjax.sharding.placement import (
+    ArrayPlan,
+    abstract_tree,
+    shardings,
+    unpad_tree,
+    use_tree,
+)
 from zjax.sharding.plan import Plan, staged_plan
 from zjax.storage.move import to_devices
 from zjax.train.average import averaged, check_average, only_weights, parts_of
@@ -75,8 +81,12 @@ class Weights:
         def unpad(params: Params) -> Params:
             return unpad_tree(params, on_device.compute)
 
+        def gather(params: Params) -> Params:
+            return use_tree(params, on_device.compute)
+
         self._compute = jax.jit(compute, out_shardings=places)
         self._unpad = jax.jit(unpad, out_shardings=places)
+        self._gather = jax.jit(gather)
 
     def __call__(self, state: TrainState) -> Params:
         """Averaged weights if the state has an average, else the current weights.
@@ -105,12 +115,12 @@ class Weights:
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
         """Continues prompts; `settings` are arguments of `zjax.generate`."""
-        decoder, mesh = self.bind(state), self._plan.mesh
+        params, mesh = self(state), self._plan.mesh
         assert isinstance(mesh, Mesh)
-        # Under the mesh, devices would gather split weights, and hold all of them from
-        # token to token.
         if self._plan.splits.compute:
-            return generate(decoder, tokens, **settings)
+            # Once: each token would gather the weights again.
+            params = self._gather(params)
+        decoder = self._model.bind(params, state.model_state)
         with jax.set_mesh(mesh):
             return generate(decoder, tokens, **settings)
 

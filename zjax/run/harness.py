@@ -12,7 +12,7 @@ import numpy as np
 
 from zjax.data.prompts import as_talk, make_prompts
 from zjax.errors import ConfigError, Problem, check_installed
-from zjax.models.generate import longest_text
+from zjax.generation.prompts import longest_text
 from zjax.models.inspect import log_likelihood
 from zjax.run.trainer import Trainer
 from zjax.train.average import with_part

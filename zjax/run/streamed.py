@@ -7,9 +7,9 @@ import jax
 from jax.sharding import Mesh
 
 from zjax.errors import PlanError, Problem
-from zjax.models.generate import generate
+from zjax.generation.generate import generate
+from zjax.generation.offloaded import OffloadedDecoder, UnitPrograms
 from zjax.offload.compiled import Peak
-from zjax.offload.generate import Generation, OffloadedDecoder
 from zjax.offload.train import OffloadedTrain
 from zjax.run.compiler import step_options
 from zjax.run.fused import Weights, make_jit, make_programs
@@ -53,8 +53,7 @@ class StreamedExecutor:
             pure = make_programs(model, tx, staged_plan(plan), config, schedule)
             self.programs = {"evaluate": jit(pure.evaluate)}
         elif model.stack and model.stack.continuation:
-            units = self._passes.units
-            self.generation = Generation(model.stack.continuation, units, jit)
+            self.generation = UnitPrograms(self._passes.units, jit)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step and donates the state."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from zjax.data.prompts import Given, as_talk, describe_prompt, make_prompts
 from zjax.errors import ConfigError, Problem
-from zjax.models.generate import longest_text
+from zjax.generation.prompts import longest_text
 from zjax.settings.schema import Config
 from zjax.train.state import TrainState
 

@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import logging
 import math
 
@@ -10,55 +9,94 @@ import pytest
 
 from tests.support import language
 from zjax.errors import ConfigError, DataError
-from zjax.models import generate
-from zjax.models.cached import sample_tokens
+from zjax.generation import generate
+from zjax.generation.chunks import Chunks
+from zjax.generation.passes import Reader, last_of_chunks
+from zjax.generation.prompts import read_prompts
+from zjax.generation.sampling import Sampling
+from zjax.models.continuation import params_of
 from zjax.settings import schema
-from zjax.typing import Columns
 
 NUM_NEW = 5
+WINDOW = dataclasses.replace(language.LLAMA, window=schema.SlidingWindow(size=3))
+DYNAMIC = dataclasses.replace(
+    language.LLAMA,
+    positions=schema.Rotary(
+        max_positions=16, scaling=schema.DynamicRope(factor=4.0, original_length=4)
+    ),
+)
 FORMS = {
     "gpt": language.GPT,
     "qwen3": language.QWEN3,
     "latents": language.LATENT,
-    "llama-in-a-loop": dataclasses.replace(language.LLAMA, layers_per_scan=1),
+    "window": WINDOW,
+    "tiles": dataclasses.replace(language.GPT, mlp_tiles=2),
 }
 MODELS = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 
 
-def read_at(model, tokens, column, caches):
-    """Scores and caches of a pass from `column` on."""
-    columns = Columns(None, column, 3 + NUM_NEW)
-    return generate.make_reader(model)(tokens, columns, caches)
+class Text:
+    """Reads texts of a model piece by piece, each in pages of its own."""
+
+    def __init__(self, model, num_rows, page_size=4, num_pages=4):
+        self.reader = Reader.of(model)
+        self.weights = self.reader.cut(params_of(model))
+        total = 1 + num_rows * num_pages
+        self.caches = self.reader.empty_caches(self.weights, total, page_size)
+        pages = np.arange(1, total, dtype=np.int32)
+        # Not in order: a table alone says which page is which.
+        pages = np.random.default_rng(0).permutation(pages)
+        self.pages = jnp.asarray(pages.reshape(num_rows, num_pages))
+        self._read = jax.jit(self._read_chunks)
+
+    def read(self, tokens, starts, counts, given=0):
+        """Scores after the last token of a chunk of each row."""
+        rows = [jnp.full(len(self.pages), x, jnp.int32) for x in (given, 16)]
+        numbers = [jnp.asarray(x, jnp.int32) for x in (starts, counts)]
+        chunks = Chunks(jnp.asarray(tokens, jnp.int32), *numbers, self.pages, *rows)
+        scores, self.caches = self._read(self.weights, self.caches, chunks)
+        return scores
+
+    def _read_chunks(self, weights, caches, chunks):
+        stream, caches = self.reader.read(weights, caches, (chunks,))
+        last = last_of_chunks((chunks,), stream)
+        return self.reader.continuation.score(weights.head, last), caches
 
 
 @MODELS
-def test_cached_scores_equal_those_of_the_whole_sequence(config):
+@pytest.mark.parametrize("size", [1, 3])
+def test_scores_of_chunks_equal_those_of_the_whole_sequence(config, size):
+    """Fails if a key is lost at the end of a page, or of a chunk."""
     model = language.make_language_model(config)
-    batch = language.make_text(config)
-    tokens, scores, caches = batch["tokens"], [], None
+    tokens = np.asarray(language.make_text(config)["tokens"])
+    whole = language.logits_of(model, {"tokens": tokens})
+    text, num_rows = Text(model, len(tokens)), len(tokens)
+    for first in range(0, language.LENGTH, size):
+        chunk = tokens[:, first : first + size]
+        count = chunk.shape[1]
+        padded = np.pad(chunk, [(0, 0), (0, size - count)], constant_values=7)
+        found = text.read(padded, [first] * num_rows, [count] * num_rows)
+        wanted = whole[:, first + count - 1]
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
-    @jax.jit
-    def read(tokens, column, caches):
-        return read_at(model, tokens, column, caches)
 
-    for end in range(3, language.LENGTH + 1):
-        first = end - 1 if caches else 0
-        found, caches = read(tokens[:, first:end], jnp.int32(first), caches)
-        scores.append(found)
-    whole = language.logits_of(model, batch)[:, 2:]
-    np.testing.assert_allclose(np.stack(scores, 1), whole, rtol=1e-4, atol=1e-4)
+def test_dynamic_positions_do_not_depend_on_chunks():
+    """Fails if a part of a prompt rotates as if the prompt ended there."""
+    model = language.make_language_model(DYNAMIC)
+    tokens = np.asarray(language.make_text(DYNAMIC)["tokens"])
+    whole = language.logits_of(model, {"tokens": tokens})[:, -1]
+    text, num_rows = Text(model, len(tokens)), len(tokens)
+    for first in (0, 4):
+        chunk = tokens[:, first : first + 4]
+        found = text.read(chunk, [first] * num_rows, [4] * num_rows, given=8)
+    np.testing.assert_allclose(found, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_holds_latents_alone():
     """6 channels of a latent and 2 that rotate, not those of 4 heads."""
-    model = language.make_language_model(language.LATENT)
-
-    def start():
-        return read_at(model, jnp.zeros((language.ROWS, 3), jnp.int32), 0, None)
-
-    _, caches = jax.eval_shape(start)
-    shapes = {x.shape[-3:] for x in jax.tree.leaves(caches)}
-    assert shapes == {(3 + NUM_NEW, 1, 8)} and len(jax.tree.leaves(caches)) == 2
+    text = Text(language.make_language_model(language.LATENT), 2)
+    shapes = {x.shape[1:] for x in jax.tree.leaves(text.caches)}
+    assert shapes == {(1, 4, 8)} and len(jax.tree.leaves(text.caches)) == 2
 
 
 @MODELS
@@ -83,31 +121,6 @@ def test_prompts_of_different_lengths_continue_as_alone():
             model, tokens[row : row + 1, 4 - length :], max_new_tokens=NUM_NEW
         )
         np.testing.assert_array_equal(found[row, 4:], alone[0, length:])
-
-
-WINDOW = dataclasses.replace(language.LLAMA, window=schema.SlidingWindow(size=3))
-
-
-@pytest.mark.parametrize("config", [language.GPT, WINDOW], ids=["gpt", "window"])
-def test_scores_behind_padding_are_those_without(config):
-    """Fails if padding is seen, which may leave the most likely token as it is."""
-    model = language.make_language_model(config)
-    read = generate.make_reader(model)
-    tokens = language.make_text(config, length=6)["tokens"]
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def scores(tokens, starts, length):
-        columns = Columns(starts, 0, tokens.shape[1])
-        found, caches = read(tokens[:, :length], columns, None)
-        columns = dataclasses.replace(columns, first=length)
-        return found, read(tokens[:, length : length + 1], columns, caches)[0]
-
-    starts = [1, 3]
-    padded = scores(tokens, jnp.array(starts), 4)
-    for row, start in enumerate(starts):
-        alone = scores(tokens[row : row + 1, start:], None, 4 - start)
-        for found, wanted in zip(padded, alone, strict=True):
-            np.testing.assert_allclose(found[row], wanted[0], rtol=1e-4, atol=1e-4)
 
 
 def test_rows_end_at_the_first_of_the_end_ids():
@@ -159,35 +172,8 @@ def test_nothing_compiles_per_token_or_per_call(caplog):
         generate.generate(
             language.make_language_model(language.GPT), prompt, max_new_tokens=2
         )
-    compiled = [r.getMessage() for r in caplog.records if "_generate" in r.getMessage()]
-    assert not [text for text in compiled if text.startswith("Compiling")]
-
-
-LIKELIHOODS = np.array([0.4, 0.3, 0.2, 0.1])
-
-
-@pytest.mark.parametrize(
-    ("trim", "expected"),
-    [
-        pytest.param({}, LIKELIHOODS, id="all"),
-        pytest.param({"top_k": 2}, [4 / 7, 3 / 7, 0, 0], id="two-most-likely"),
-        pytest.param({"top_p": 0.6}, [4 / 7, 3 / 7, 0, 0], id="six-tenths"),
-        pytest.param({"top_p": 0.3}, [1, 0, 0, 0], id="at-least-one"),
-        pytest.param(
-            {"temperature": 0.5},
-            LIKELIHOODS**2 / np.sum(LIKELIHOODS**2),
-            id="colder",
-        ),
-    ],
-)
-def test_draws_follow_the_trimmed_likelihoods(trim, expected):
-    num_rows = 4000
-    logits = jnp.broadcast_to(jnp.log(jnp.array(LIKELIHOODS))[None], (num_rows, 4))
-    settings = {"temperature": 1.0} | trim
-    drawn = sample_tokens(logits, jax.random.key(0), **settings)
-    found = np.bincount(drawn, minlength=4) / num_rows
-    np.testing.assert_allclose(found, expected, atol=0.03)
-    assert not found[np.asarray(expected) == 0].any()
+    texts = [record.getMessage() for record in caplog.records]
+    assert not [text for text in texts if text.startswith("Compiling")]
 
 
 @pytest.mark.parametrize(
@@ -204,12 +190,13 @@ def test_draws_follow_the_trimmed_likelihoods(trim, expected):
         ),
         (
             {"temperature": math.nan},
-            "temperature=nan is not finite; use 0 for the most likely token, or above "
-            "0",
+            "temperature=nan is neither 0 nor 1e-05 or more; "
+            "use 0 for the most likely token, or 1 for the model's distribution",
         ),
         (
             {"temperature": -1.0},
-            "temperature=-1.0 is negative; use 0 for the most likely token, or above 0",
+            "temperature=-1.0 is neither 0 nor 1e-05 or more; "
+            "use 0 for the most likely token, or 1 for the model's distribution",
         ),
         (
             {"temperature": 1.0},
@@ -280,29 +267,36 @@ def test_settings_out_of_range_are_refused(given, message):
 )
 def test_prompts_that_are_no_ids_are_refused(tokens, lengths, message):
     """Fails if the embedding answers zeros to an id that it does not have."""
-    settings = generate.make_settings(max_new_tokens=1)
+    settings = Sampling(max_new_tokens=1)
     with pytest.raises((ConfigError, DataError)) as error:
-        generate.check(language.GPT, tokens, lengths, settings, None)
+        read_prompts(language.GPT, tokens, lengths, settings, None)
     assert str(error.value) == message
 
 
-def test_padding_may_be_any_integer_and_traced_prompts_are_not_read():
-    settings = generate.make_settings(max_new_tokens=1)
+def test_padding_may_be_any_integer():
     tokens, lengths = jnp.array([[-1, 99, 3]]), jnp.array([1])
-    generate.check(language.GPT, tokens, lengths, settings, None)
+    settings = Sampling(max_new_tokens=1)
+    (found,) = read_prompts(language.GPT, tokens, lengths, settings, None)
+    assert found.tolist() == [3]
 
-    def check(tokens, lengths):
-        generate.check(language.GPT, tokens, lengths, settings, None)
-        return tokens
 
-    assert jax.eval_shape(check, tokens, lengths).shape == (1, 3)
+def test_traced_prompts_are_refused():
+    model = language.make_language_model(language.GPT)
+    with pytest.raises(ConfigError) as error:
+        jax.eval_shape(
+            lambda x: generate.generate(model, x, max_new_tokens=1),
+            jnp.zeros((1, 2), jnp.int32),
+        )
+    assert str(error.value) == (
+        "tokens='traced' cannot be read in a program; generate outside of jax.jit"
+    )
 
 
 def test_rotary_models_write_no_more_than_their_length():
-    settings = generate.make_settings(max_new_tokens=14)
+    settings = Sampling(max_new_tokens=14)
     tokens = np.zeros((1, 3), np.int32)
     with pytest.raises(ConfigError) as error:
-        generate.check(language.LLAMA, tokens, None, settings, None)
+        read_prompts(language.LLAMA, tokens, None, settings, None)
     assert str(error.value) == (
         "max_new_tokens=14 leaves model.max_length=16 after 3; "
         "ask for 13 or fewer, or shorten the prompt"
@@ -310,10 +304,10 @@ def test_rotary_models_write_no_more_than_their_length():
 
 
 def test_lengths_that_are_no_integers_are_refused():
-    settings = generate.make_settings(max_new_tokens=1)
+    settings = Sampling(max_new_tokens=1)
     tokens, lengths = np.zeros((1, 3), np.int32), np.array([2.0])
     with pytest.raises(ConfigError) as error:
-        generate.check(language.GPT, tokens, lengths, settings, None)
+        read_prompts(language.GPT, tokens, lengths, settings, None)
     assert str(error.value) == "lengths='float64' are no integers; give int[B]"
 
 
@@ -336,11 +330,11 @@ def test_rotary_models_write_up_to_the_positions_that_they_are_for(
     positions = schema.Rotary(max_positions=64, scaling=scaling)
     config = dataclasses.replace(language.LLAMA, positions=positions)
     tokens, free = np.zeros((1, 3), np.int32), longest - 3
-    settings = generate.make_settings(max_new_tokens=free)
-    generate.check(config, tokens, None, settings, None)
-    settings = generate.make_settings(max_new_tokens=free + 1)
+    settings = Sampling(max_new_tokens=free)
+    read_prompts(config, tokens, None, settings, None)
+    settings = Sampling(max_new_tokens=free + 1)
     with pytest.raises(ConfigError) as error:
-        generate.check(config, tokens, None, settings, None)
+        read_prompts(config, tokens, None, settings, None)
     assert str(error.value) == (
         f"max_new_tokens={free + 1} leaves model.{name}={longest} after 3; "
         f"ask for {free} or fewer, or shorten the prompt"

@@ -1,0 +1,195 @@
+"""Passes of a decoder with blocks that are stored off the devices.
+
+The units of the model are prefetched in turn: the devices hold a few units, the
+embedding, the head and the pages. The first units of the next pass are prefetched while
+tokens are chosen. The more rows pass at once, the less each pays for the transfers.
+
+Reference: ZeRO-Inference, in DeepSpeed Inference, arXiv:2207.00032.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.generation.chunks import Chunks, batch_of
+from zjax.generation.pages import attend
+from zjax.generation.passes import (
+    Pieces,
+    Reader,
+    Rows,
+    choose,
+    last_of_chunks,
+    lay_chunks,
+)
+from zjax.generation.programs import History
+from zjax.generation.sampling import Chosen
+from zjax.offload.compiled import Jit
+from zjax.offload.stream import Load
+from zjax.offload.units import UnitStream, gathered, rows_by_part
+from zjax.settings import schema
+from zjax.sharding.activations import pin_rows
+from zjax.sharding.plan import staged_plan
+from zjax.train.state import TrainState, stored_compute
+from zjax.typing import Params
+
+
+class UnitPrograms:
+    """Programs of the units of an offloaded decoder.
+
+    Args:
+        units: Prefetcher of the model's units.
+        jit: `jax.jit` with compiler options.
+    """
+
+    def __init__(self, units: UnitStream, jit: Jit):
+        self.units = units
+        self.reader = Reader(units.stack)
+        self._rows = rows_by_part(units.stack, staged_plan(units.plan).compute)
+        self.lay = jit(lay_chunks, static_argnums=3)
+        self.embed = jit(self._embed)
+        # The pages are donated, and so is the stream in `add_tile`: both are replaced.
+        self.read = jit(self._read, static_argnums=0, donate_argnums=5)
+        self.add_tile = jit(self._add_tile, static_argnums=0, donate_argnums=2)
+        self.choose = jit(self._choose, donate_argnums=3)
+
+    def _embed(self, params: Params, parts: Sequence[Chunks]) -> Any:
+        params = gathered(params, self._rows["embed"])
+        carry, context = self.reader.continuation.embed(params, batch_of(parts))
+        return pin_rows(carry), context
+
+    def _read(self, segment: int, params: Params, carry: Any, *args: Any) -> Any:
+        """Returns stream and input of the tiles, and the pages."""
+        context, parts, caches = args
+        params = gathered(params, self._rows[segment, False])
+        run = self.reader.continuation.blocks[segment]
+        attend_to = functools.partial(attend, parts)
+        results, caches = run(params, carry, context, attend_to, caches)
+        return jax.tree.map(pin_rows, results), caches
+
+    def _add_tile(
+        self, segment: int, params: Params, carry: jax.Array, entering: jax.Array
+    ) -> jax.Array:
+        """Adds the result of a tile to the stream."""
+        tiles = self.units.stack.segments[segment].tiles
+        assert tiles is not None
+        params = gathered(params, self._rows[segment, True])
+        return pin_rows(carry + tiles.tile(params, entering, None))
+
+    def _choose(
+        self,
+        head: Params,
+        carry: jax.Array,
+        parts: Sequence[Chunks],
+        history: jax.Array,
+        rows: Rows,
+        pieces: Sequence[Pieces],
+    ) -> Any:
+        last = last_of_chunks(parts, carry)
+        params = gathered(head, self._rows["head"])
+        scores = self.reader.continuation.score(params, last)
+        return choose(scores, history, rows, pieces)
+
+
+class OffloadedDecoder:
+    """A decoder for `zjax.generate`, whose blocks come to the devices one by one.
+
+    Args:
+        programs: Programs of the units.
+        state: State of the run; read for the parameters in use.
+        config: Shape of the model.
+    """
+
+    def __init__(self, programs: UnitPrograms, state: TrainState, config: schema.Model):
+        self.programs, self.config = programs, config
+        params = stored_compute(state, programs.units.plan)
+        self.embed, _, self.head = programs.units.stack.split(params)
+        self.stored = programs.units.stored(params)
+
+    def passes(self, **shapes: int) -> "OffloadedPasses":
+        """Makes passes of the shapes that `Programs` takes."""
+        return OffloadedPasses(self, **shapes)
+
+
+class OffloadedPasses:
+    """Passes unit by unit; see `zjax.generation.programs.Passes`."""
+
+    def __init__(
+        self,
+        decoder: OffloadedDecoder,
+        *,
+        num_slots: int,
+        max_length: int,
+        num_pages: int,
+        page_size: int,
+    ):
+        self._decoder, self._programs = decoder, decoder.programs
+        self._units, self._number = decoder.programs.units, 0
+        self._history = History(num_slots, max_length)
+        reader = decoder.programs.reader
+        rows = decoder.programs.units.plan.compute
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
+        weights = jax.eval_shape(reader.cut, shapes)
+        self._caches = [*reader.empty_caches(weights, num_pages, page_size)]
+
+    def remember(self, slot: int, tokens: np.ndarray) -> None:
+        """Stores the tokens of a row that begins in a slot."""
+        self._history.set_row(slot, tokens)
+
+    def read(
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
+    ) -> Chosen:
+        """Reads pieces of up to `sizes` tokens; see `Passes`."""
+        found = []
+        for step in range(num_steps):
+            steps_alone = tuple(sizes) == (1,)
+            now = tuple(x.at(step) if steps_alone else x for x in pieces)
+            found.append(self._read_once(rows, now, tuple(sizes)))
+        return jax.tree.map(lambda *steps: jnp.stack(steps), *found)
+
+    def rest(self) -> None:
+        """Frees the units that were fetched for a next pass."""
+        self._units.stream.prefetch(())
+        self._number = 0
+
+    def _read_once(
+        self, rows: Rows, pieces: tuple[Pieces, ...], sizes: tuple[int, ...]
+    ) -> Chosen:
+        """Reads one token or chunk of each piece through all units."""
+        programs, decoder, caches = self._programs, self._decoder, self._caches
+        parts = programs.lay(self._history.tokens, rows, pieces, sizes)
+        carry, context = programs.embed(decoder.embed, parts)
+        entering = None
+        for unit, params, used in self._arriving():
+            if unit.tile:
+                operands = unit.segment, params, carry, entering
+                carry = programs.add_tile(*operands)
+            else:
+                operands = unit.segment, params, carry, context, parts
+                results, cache = programs.read(*operands, caches[unit.block])
+                (carry, entering), caches[unit.block] = results, cache
+            used.append(carry)
+        inputs = carry, parts, self._history.tokens, rows, pieces
+        self._history.tokens, chosen = programs.choose(decoder.head, *inputs)
+        return chosen
+
+    def _arriving(self) -> Iterator[Any]:
+        """Yields each unit with its parameters, and a list for what read them last."""
+        number, stored = self._number, self._decoder.stored
+        if number == 0:
+            self._units.stream.prefetch(self._loads(number))
+        # The next units come up before tokens are known, as they do not depend on them.
+        self._units.stream.prefetch_more(self._loads(number + 1))
+        self._number += 1
+        for unit in self._units.units:
+            with self._units.on_device(stored, number, unit) as operands:
+                yield unit, *operands
+
+    def _loads(self, number: int) -> Iterator[Load]:
+        """Yields the loads of all units for a pass."""
+        stored = self._decoder.stored
+        names = [(number, unit) for unit in range(len(stored))]
+        return self._units.loads(stored, names)

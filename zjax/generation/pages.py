@@ -1,0 +1,115 @@
+"""Pages: the keys and values of a layer, in blocks that any row of text may hold."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zjax.generation.chunks import Chunks, split_tokens
+from zjax.models.continuation import How
+from zjax.models.layers import Stored
+from zjax.ops import attention, sparse
+from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import head_axes, pin
+from zjax_kernels import paged_attention, write_pages
+
+SINK = 0
+"""Page that takes what nobody reads: the keys of padding."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """Pages of one layer, shared by all rows of text.
+
+    No other code knows the layout, the dtype or the sharding of a cache:
+    [pages, heads, page, channels] each; heads are split over the tensor and sequence
+    axes of the mesh in use.
+
+    Args:
+        stored: Keys and values; one array of latents serves as both.
+    """
+
+    stored: tuple[Any, ...]
+
+    @classmethod
+    def empty(cls, like: tuple[Any, ...], num_pages: int, page_size: int) -> "Pages":
+        """Makes pages of zeros for shapes that a layer stores, [N, 1, heads, C]."""
+        shapes = [(num_pages, x.shape[2], page_size, x.shape[3]) for x in like]
+        pairs = zip(shapes, like, strict=True)
+        return cls(tuple(_pinned(jnp.zeros(shape, x.dtype)) for shape, x in pairs))
+
+    def write(self, new: Stored, parts: Sequence[Chunks]) -> "Pages":
+        """Returns the pages with the tokens of a pass."""
+        pools = []
+        for pool, x in zip(self.stored, new, strict=True):
+            for chunks, piece in zip(parts, split_tokens(parts, x), strict=True):
+                where = chunks.pages, chunks.starts, chunks.counts
+                pool = write_pages(pool, piece, *where)
+            pools.append(_pinned(pool))
+        return Pages(tuple(pools))
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values, [pages, heads, page, channels]."""
+        return self.stored[0], self.stored[-1]
+
+
+def _pinned(pool: Float[Array, "pages heads page C"]) -> Float[Array, "..."]:
+    """Splits heads over the mesh in use; the compiler may replicate them in a loop."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return pool
+    return pin(pool, None, meshes.entry(head_axes(pool.shape[1])), None, None)
+
+
+def attend(
+    parts: Sequence[Chunks], cache: Pages, how: How, q: Any, k: Any, v: Any, new: Stored
+) -> tuple[Float[Array, "N 1 H D"], Pages]:
+    """Stores the tokens of a pass, and attends from them; see `Continuation`."""
+    del k, v  # pages hold what is left of them
+    cache = cache.write(new, parts)
+    read = _attend_to_blocks if how.sparse is not None else _attend_to_pages
+    pairs = zip(parts, split_tokens(parts, q), strict=True)
+    outputs = [read(chunks, cache, how, piece) for chunks, piece in pairs]
+    flat = [x.reshape(-1, 1, *x.shape[2:]) for x in outputs]
+    return jnp.concatenate(flat), cache
+
+
+def _attend_to_pages(
+    chunks: Chunks, cache: Pages, how: How, q: Float[Array, "C T H D"]
+) -> Float[Array, "C T H D"]:
+    """Attends to all earlier tokens, or to a window of them."""
+    return paged_attention(
+        q,
+        *cache.read(),
+        chunks.pages,
+        chunks.starts,
+        chunks.counts,
+        window=how.bounds.window,
+        soft_cap=how.bounds.soft_cap,
+        sinks=how.sinks,
+    )
+
+
+def _attend_to_blocks(
+    chunks: Chunks, cache: Pages, how: How, q: Float[Array, "C T H D"]
+) -> Float[Array, "C T H D"]:
+    """Attends to the live blocks of a sparse layout, with all pages of a row at once.
+
+    Blocks of a layout are no whole pages, and heads differ in them.
+    """
+    assert how.sparse is not None
+
+    def gather(pool: jax.Array) -> jax.Array:
+        rows = jnp.swapaxes(pool[chunks.pages], 2, 3)
+        return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+    keys, values = map(gather, cache.read())
+    positions = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
+    places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    queries = chunks.starts[:, None] + places
+    mask = sparse.visible_keys(how.sparse, queries, positions)
+    mask &= (positions <= queries[..., None])[:, None]
+    return attention.call_jax(q, keys, values, mask=mask, implementation="xla")

@@ -1,0 +1,277 @@
+"""A pass: reads tokens of many rows through the model, and chooses what follows."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from zjax.generation.chunks import Chunks, batch_of, split_tokens
+from zjax.generation.pages import Pages, attend
+from zjax.generation.sampling import Chosen, SamplingRows, choose_tokens
+from zjax.jaxprs.versions import dtype_promotion
+from zjax.models.continuation import AttendTo, decoder_stack, form_of
+from zjax.models.stack import Decoder
+from zjax.sharding.activations import pin_everywhere
+from zjax.sharding.layers import layers_of
+from zjax.typing import Continuation, Params, Segment, Stack
+
+MAX_STEPS = 16
+"""Most tokens that one call of a program adds to a row."""
+
+
+Given = Array | np.ndarray
+"""Arrays of the host, or on the devices."""
+
+
+class Pieces(NamedTuple):
+    """C pieces of rows, of up to T tokens each, as the host plans them."""
+
+    slots: Int[Given, " C"]
+    """Row of the piece; the last slot belongs to padding."""
+    starts: Int[Given, " C"]
+    """Position of the first token."""
+    counts: Int[Given, " C"]
+    """Tokens of the piece, 0 to T."""
+    ends: Bool[Given, " C"]
+    """Whether a new token follows: the piece has the last token of the row."""
+
+    def at(self, step: Any) -> "Pieces":
+        """Returns the one token that each piece reads in a step."""
+        is_read = step < self.counts
+        counts = is_read.astype(jnp.int32)
+        return Pieces(self.slots, self.starts + step, counts, is_read)
+
+
+class Rows(NamedTuple):
+    """What the devices know of each slot; the last slot belongs to padding."""
+
+    table: Int[Given, "slots P"]
+    """Pages of the row, in order."""
+    num_given: Int[Given, " slots"]
+    """Tokens of the prompt."""
+    num_tokens: Int[Given, " slots"]
+    """Tokens of the row with all tokens to come."""
+    sampling: SamplingRows
+    """How tokens are chosen."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters of a decoder, each block with arrays of its own.
+
+    A loop over tokens that slices stacked arrays copies them for every token.
+    """
+
+    embed: Params
+    blocks: tuple[Params, ...]
+    head: Params
+
+
+class Reader:
+    """Reads passes through a stack that continues text.
+
+    Args:
+        stack: Model as a sequence of blocks, with a continuation.
+        form: Hashable; readers of equal forms share compiled programs. None is the
+            stack itself.
+    """
+
+    def __init__(self, stack: Stack, form: Any = None):
+        assert stack.continuation is not None
+        self._form = id(stack) if form is None else form
+        self.stack: Stack = stack
+        self.continuation: Continuation = stack.continuation
+        # Made once: a function traced for one block serves all blocks of the segment.
+        self._runs = [
+            jax.jit(functools.partial(_run_block, *each), static_argnums=0)
+            for each in zip(stack.segments, stack.continuation.blocks, strict=True)
+        ]
+
+    @classmethod
+    def of(cls, model: Decoder) -> "Reader":
+        """Makes the reader of a decoder with concrete or abstract values."""
+        return cls(decoder_stack(model), form_of(model))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another reader reads models of the same form."""
+        return isinstance(other, Reader) and self._form == other._form
+
+    def __hash__(self) -> int:
+        """Hashes the form of the model."""
+        return hash(self._form)
+
+    def cut(self, params: Params) -> Weights:
+        """Gives each block arrays of its own."""
+        embed, segments, head = self.stack.split(params)
+        pairs = zip(self.stack.segments, segments, strict=True)
+        blocks = [x for s, p in pairs for x in layers_of(p, s.num_blocks)]
+        return Weights(embed, tuple(blocks), head)
+
+    def read(
+        self,
+        weights: Weights,
+        caches: Any,
+        parts: Sequence[Chunks],
+        attend: AttendTo = attend,
+    ) -> tuple[Float[Array, "N 1 M"], Any]:
+        """Runs all tokens of a pass; returns the stream and the caches of blocks."""
+        carry, context = self.continuation.embed(weights.embed, batch_of(parts))
+        updated = []
+        blocks = zip(self.segments(), weights.blocks, caches, strict=True)
+        for number, *inputs in blocks:
+            run = self._runs[number]
+            carry, cache = run(attend, carry, context, tuple(parts), *inputs)
+            updated.append(cache)
+        return carry, tuple(updated)
+
+    def segments(self) -> list[int]:
+        """Returns the number of the segment of each block."""
+        segments = enumerate(self.stack.segments)
+        return [number for number, x in segments for _ in range(x.num_blocks)]
+
+    def empty_caches(self, weights: Weights, num_pages: int, page_size: int) -> Any:
+        """Makes the pages of all layers, for concrete or abstract weights."""
+        num_layers = self.continuation.num_layers
+
+        def record(parts, cache, how, q, k, v, new):
+            del parts, cache, how, k
+            return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), Pages(new)
+
+        def shapes(weights):
+            one = jnp.zeros(1, jnp.int32)
+            parts = (Chunks(one[:, None], one, one, one[:, None], one, one),)
+            nothing = tuple((None,) * num_layers[x] for x in self.segments())
+            return self.read(weights, nothing, parts, record)[1]
+
+        return jax.tree.map(
+            lambda pages: Pages.empty(pages.stored, num_pages, page_size),
+            jax.eval_shape(shapes, weights),
+            is_leaf=lambda x: isinstance(x, Pages),
+        )
+
+
+def _run_block(segment: Segment, block, attend, carry, context, parts, params, caches):
+    """Runs one block; returns the stream and the caches of the layers."""
+    attend = functools.partial(attend, parts)
+    if segment.tiles is None:
+        (carry, _), caches = block(params, carry, context, attend, caches)
+        return carry, caches
+    trunk, tiles = segment.tiles.split(params)
+    (carry, entering), caches = block(trunk, carry, context, attend, caches)
+    for tile in tiles:
+        carry += segment.tiles.tile(tile, entering, None)
+    return carry, caches
+
+
+@dtype_promotion()
+def run_pass(
+    reader: Reader,
+    sizes: Sequence[int],
+    weights: Weights,
+    caches: Any,
+    history: Int[Array, "slots S"],
+    rows: Rows,
+    pieces: Sequence[Pieces],
+) -> tuple[Any, Int[Array, "slots S"], Chosen]:
+    """Reads pieces of up to `sizes` tokens; returns caches, history and new tokens.
+
+    `history` has the tokens of each slot. New tokens are in the order of the pieces,
+    and follow them in the history where a piece ends a row.
+    """
+    parts = lay_chunks(history, rows, pieces, sizes)
+    stream, caches = reader.read(weights, caches, parts)
+    scores = reader.continuation.score(weights.head, last_of_chunks(parts, stream))
+    return caches, *choose(scores, history, rows, pieces)
+
+
+def run_steps(
+    reader: Reader,
+    weights: Weights,
+    caches: Any,
+    history: Int[Array, "slots S"],
+    rows: Rows,
+    piece: Pieces,
+    num_steps: Int[Array, ""],
+) -> tuple[Any, Int[Array, "slots S"], Chosen]:
+    """Reads the tokens of pieces one after another; see `run_pass`.
+
+    A piece reads the token that the last step chose; `num_steps` are the steps of the
+    longest piece, up to `MAX_STEPS`. New tokens are stacked by step.
+    """
+
+    def step(number, carry):
+        caches, history, found = carry
+        inputs = weights, caches, history, rows, (piece.at(number),)
+        caches, history, chosen = run_pass(reader, (1,), *inputs)
+        found = jax.tree.map(lambda all, x: all.at[number].set(x), found, chosen)
+        return caches, history, found
+
+    inputs = weights, caches, history, rows, (piece,)
+    shapes = jax.eval_shape(functools.partial(run_pass, reader, (1,)), *inputs)[2]
+    found = jax.tree.map(lambda x: jnp.zeros((MAX_STEPS, *x.shape), x.dtype), shapes)
+    return jax.lax.fori_loop(0, num_steps, step, (caches, history, found))
+
+
+def lay_chunks(
+    history: Int[Array, "slots S"],
+    rows: Rows,
+    pieces: Sequence[Pieces],
+    sizes: Sequence[int],
+) -> tuple[Chunks, ...]:
+    """Looks up tokens and pages of pieces of up to `sizes` tokens."""
+
+    def lay(piece: Pieces, size: int) -> Chunks:
+        places = piece.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        places = jnp.minimum(places, history.shape[1] - 1)
+        return Chunks(
+            tokens=history[piece.slots[:, None], places],
+            starts=jnp.asarray(piece.starts),
+            counts=jnp.asarray(piece.counts),
+            pages=rows.table[piece.slots],
+            num_given=rows.num_given[piece.slots],
+            num_tokens=rows.num_tokens[piece.slots],
+        )
+
+    return tuple(map(lay, pieces, sizes))
+
+
+def last_of_chunks(
+    parts: Sequence[Chunks], stream: Float[Array, "N 1 M"]
+) -> Float[Array, "C 1 M"]:
+    """Selects the last token of each chunk, in the order of all chunks of a pass."""
+    pairs = zip(parts, split_tokens(parts, stream), strict=True)
+    return jnp.concatenate(
+        [
+            x[jnp.arange(x.shape[0]), jnp.maximum(chunks.counts - 1, 0)]
+            for chunks, x in pairs
+        ]
+    )[:, None]
+
+
+def choose(
+    scores: Float[Array, "C V"],
+    history: Int[Array, "slots S"],
+    rows: Rows,
+    pieces: Sequence[Pieces],
+) -> tuple[Int[Array, "slots S"], Chosen]:
+    """Chooses a token after each piece; adds it to the history where a row ends."""
+    slots, starts, counts, ends = map(jnp.concatenate, zip(*pieces, strict=True))
+    known = starts + counts
+    chosen = choose_tokens(
+        scores,
+        jax.tree.map(lambda x: x[slots], rows.sampling),
+        history[slots],
+        rows.num_given[slots],
+        known,
+    )
+    padding = history.shape[0] - 1
+    where = jnp.where(ends, slots, padding), jnp.minimum(known, history.shape[1] - 1)
+    history = history.at[where].set(chosen.tokens)
+    # Every device, and so every process, has all text.
+    return jax.tree.map(pin_everywhere, (history, chosen))

@@ -1,0 +1,132 @@
+"""Programs of the passes of a decoder whose weights are on the devices."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from zjax.generation.passes import (
+    Pieces,
+    Reader,
+    Rows,
+    Weights,
+    run_pass,
+    run_steps,
+)
+from zjax.generation.sampling import Chosen
+
+
+@runtime_checkable
+class Passes(Protocol):
+    """Reads passes, and remembers the tokens and the keys of all rows."""
+
+    def remember(self, slot: int, tokens: np.ndarray) -> None:
+        """Stores the tokens of a row that begins in a slot."""
+        ...
+
+    def read(
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
+    ) -> Chosen:
+        """Reads pieces of up to `sizes` tokens; returns new tokens [steps, pieces].
+
+        Several steps read pieces of one token each. The arrays may still be on the way;
+        only the first `num_steps` count.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Frees what was fetched for a next pass."""
+        ...
+
+
+class History:
+    """Tokens of all slots, on the devices.
+
+    Args:
+        num_slots: Rows at once.
+        max_length: Most tokens of a row.
+    """
+
+    def __init__(self, num_slots: int, max_length: int):
+        # The last slot belongs to padding.
+        self.tokens: Int[Array, "slots S"] = jnp.zeros(
+            (num_slots + 1, max_length), jnp.int32
+        )
+
+    def set_row(self, slot: int, tokens: np.ndarray) -> None:
+        """Replaces the tokens of a slot."""
+        row = np.zeros(self.tokens.shape[1], np.int32)
+        row[: len(tokens)] = tokens
+        self.tokens = _set_row(self.tokens, np.int32(slot), row)
+
+
+class Programs:
+    """Passes in one program each, with weights, pages and tokens on the devices.
+
+    Args:
+        reader: Functions of the decoder.
+        weights: Weights of the decoder, cut by `Reader.cut`.
+        num_slots: Rows at once, 1 or more.
+        max_length: Most tokens of a row.
+        num_pages: Pages of the cache with the sink, 2 or more.
+        page_size: Tokens of a page.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        weights: Weights,
+        *,
+        num_slots: int,
+        max_length: int,
+        num_pages: int,
+        page_size: int,
+    ):
+        self._reader, self._weights = reader, weights
+        self._history = History(num_slots, max_length)
+        self._caches = _empty_caches(reader, weights, num_pages, page_size)
+
+    def remember(self, slot: int, tokens: np.ndarray) -> None:
+        """Stores the tokens of a row that begins in a slot."""
+        self._history.set_row(slot, tokens)
+
+    def read(
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
+    ) -> Chosen:
+        """Reads pieces of up to `sizes` tokens; see `Passes`."""
+        state = self._weights, self._caches, self._history.tokens, rows
+        if tuple(sizes) == (1,):
+            (piece,) = pieces
+            results = _run_steps(self._reader, *state, piece, np.int32(num_steps))
+        else:
+            assert num_steps == 1
+            results = _run_pass(self._reader, tuple(sizes), *state, tuple(pieces))
+        self._caches, self._history.tokens, chosen = results
+        return chosen
+
+    def rest(self) -> None:
+        """Does nothing: all weights stay on the devices."""
+
+
+def _one_step(*args: Any) -> Any:
+    """Runs a pass; new tokens are those of one step."""
+    caches, history, chosen = run_pass(*args)
+    return caches, history, jax.tree.map(lambda x: x[None], chosen)
+
+
+# The reader is static: weights of another step reuse the programs.
+_run_pass = jax.jit(_one_step, static_argnums=(0, 1), donate_argnums=(3, 4))
+_run_steps = jax.jit(run_steps, static_argnums=0, donate_argnums=(2, 3))
+_empty_caches = jax.jit(Reader.empty_caches, static_argnums=(0, 2, 3))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_row(
+    history: Int[Array, "slots S"], slot: Int[Array, ""], row: Int[Array, " S"]
+) -> Int[Array, "slots S"]:
+    """Replaces the tokens of a slot."""
+    return history.at[slot].set(row)
