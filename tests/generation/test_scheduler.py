@@ -164,11 +164,26 @@ def test_other_pages_make_room_for_the_prefix_in_use():
     loop = Loop(num_pages=9)
     old = loop.add([*range(13)], 1)
     loop.run()
-    running = loop.add([40] * 11, 10)
+    running = loop.add([40] * 15, 5)
     loop.step()
-    follower = loop.add([*range(13), 5, 6, 7, 8], 1)  # 3 pages found, 2 to fill
+    # The first finds 3 pages, and 1 is free of the 2 to fill.
+    follower = loop.add([*range(13), 5, 6, 7, 8], 1)
+    loop.step()
+    assert follower.slot is None
     loop.run()
     check_all([old, running, follower])
+    assert loop.scheduler.metrics.num_preemptions == 0
+
+
+def test_nobody_is_admitted_to_be_preempted():
+    """Fails if a prompt takes the page that a lane needs next."""
+    loop = Loop(num_pages=6)
+    first, second = loop.add([1, 2, 3, 4], 9), loop.add([*range(16)], 4)
+    loop.step()
+    assert (loop.pool.num_available, second.slot) == (4, None)
+    loop.run()
+    check_all([first, second])
+    assert loop.scheduler.metrics.num_preemptions == 0
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

@@ -204,6 +204,7 @@ class Loop:
         plan = self.scheduler.plan()
         self.check()
         if plan is not None:
+            self.check_arrays(plan)
             self.check_writes(plan, published - {*self.pool.handed})
             self.check_lanes(plan, decoding)
             self.plans.append(plan)
@@ -239,6 +240,20 @@ class Loop:
         for sequence in running:
             wanted[sequence.slot, : len(sequence.pages)] = sequence.pages
         assert (self.rows._table == wanted).all()
+
+    def check_arrays(self, plan):
+        """Fails if an array would compile another program, or an idle lane is live."""
+        assert plan.size in self.scheduler.sizes
+        assert plan.num_steps in (1, 2, 4, 8)
+        tokens, *chunks, ends = plan.chunks
+        assert (ends.dtype, ends.shape) == (bool, (plan.size.chunks,))
+        assert tokens.shape == (plan.size.chunks, self.scheduler.chunk_size)
+        for part, count in ((plan.lanes, plan.size.lanes), (chunks, plan.size.chunks)):
+            assert {x.shape for x in part} == {(count,)}
+            slots, _, counts = part
+            assert ((slots == self.rows.max_rows) == (counts == 0)).all()
+        arrays = [plan.table, tokens, *chunks, *plan.lanes]
+        assert {x.dtype for x in arrays} == {np.dtype(np.int32)}
 
     def check_writes(self, plan, published):
         """Fails if a pass writes a page that was published before it was planned."""

@@ -266,7 +266,7 @@ class Scheduler:
         """Yields the tokens that each lane reads, and counts them as planned."""
         for sequence in lanes:
             count = min(num_steps * width, sequence.num_left)
-            if not self.rows.grow(sequence, count):  # without drafts then
+            if count > 1 and not self.rows.grow(sequence, count):  # then no drafts
                 count = 1
             assert sequence.slot is not None
             yield Task(sequence, sequence.slot, sequence.num_planned, count, count)
