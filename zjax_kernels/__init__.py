@@ -10,7 +10,7 @@ Example:
     (1, 1024, 4, 64)
 """
 
-from zjax_kernels.decode import paged_attention, write_pages
+from zjax_kernels.decode import few_rows_matmul, paged_attention, write_pages
 from zjax_kernels.grouped import (
     copy_rows,
     grouped_activation,
@@ -63,6 +63,7 @@ __all__ = [
     "copy_rows",
     "dequantise_blocks",
     "draw_layout",
+    "few_rows_matmul",
     "grouped_activation",
     "grouped_activation_backward",
     "grouped_matmul",

@@ -1,0 +1,196 @@
+"""Products of few rows, as in decoding: ours and XLA's, over a copy.
+
+python examples/benchmarks/narrow_decode.py [--quick] [--checks] [--sweep]
+
+A program multiplies by several matrices in turn, more bytes than the L2 cache holds.
+Between two products a small operation makes the next rows depend on the last result;
+the time of a program of such operations alone is subtracted. Times are medians over
+rounds in which all ways take turns. Bytes are those of the weights; the copy is one of
+1 GiB.
+
+`--sweep` tries sizes of the kernel, and `--checks` compares with sums in float32.
+"""
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from decode_attention import copy_bandwidth, time_in_turn
+from jax import Array, lax
+from rich.console import Console
+from rich.table import Table
+
+from zjax_kernels.decode.product import few_rows_matmul, mosaic_gpu
+from zjax_kernels.decode.product.tuning import Tuning, choose, num_stages
+from zjax_kernels.device import NUM_SMS
+
+SHAPES = (
+    (4096, 12288),
+    (4096, 4096),
+    (4096, 22016),
+    (11008, 4096),
+    (4096, 128256),
+    (1600, 4800),
+    (1600, 8704),
+    (4352, 1600),
+)
+ROWS = (1, 8, 16, 64)
+QUICK = ((4096, 12288), (4096, 4096), (11008, 4096)), (1, 16)
+LAYERS_BYTES = 400e6
+"""Bytes of all matrices of a program, at least, of which the L2 cache holds 50 MB."""
+MIN_LAYERS, MAX_LAYERS = 2, 24
+
+
+def num_layers(depth: int, columns: int) -> int:
+    wanted = -int(-LAYERS_BYTES // (2 * depth * columns))
+    return max(MIN_LAYERS, min(MAX_LAYERS, wanted))
+
+
+def make_weights(depth: int, columns: int) -> list[Array]:
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    keys = jax.random.split(jax.random.key(0), num_layers(depth, columns))
+    return [
+        draw(key, (depth, columns), jnp.bfloat16) * jnp.bfloat16(depth**-0.5)
+        for key in keys
+    ]
+
+
+def make_rows(rows: int, depth: int) -> Array:
+    return jax.random.normal(jax.random.key(1), (rows, depth), jnp.bfloat16)
+
+
+def xla(x, weights):
+    return x @ weights
+
+
+ours = functools.partial(few_rows_matmul, implementation="mosaic_gpu")
+
+
+def follow(x: Array, out: Array) -> Array:
+    """The next rows, which depend on a result; the result is computed as a whole."""
+    x, out = lax.optimization_barrier((x, out))
+    return lax.optimization_barrier((x + out[:, :1]) * jnp.bfloat16(0.5))
+
+
+def compile_layers(multiply: Callable[..., Array], x: Array, weights: list[Array]):
+    """A call of a program of all layers, one after another."""
+    layer = jax.jit(multiply)  # traced once for all layers
+
+    def run(x, weights):
+        for each in weights:
+            x = follow(x, layer(x, each))
+        return x
+
+    return functools.partial(jax.jit(run).lower(x, weights).compile(), x, weights)
+
+
+def compile_rest(x: Array, weights: list[Array]) -> Callable[[], Array]:
+    """A call of a program of what is between the products."""
+    outs = [jnp.ones((len(x), each.shape[1]), x.dtype) for each in weights]
+
+    def run(x, outs):
+        for out in outs:
+            x = follow(x, out)
+        return x
+
+    return functools.partial(jax.jit(run).lower(x, outs).compile(), x, outs)
+
+
+def time_ways(ways, rows: int, weights: list[Array]) -> dict[str, float]:
+    """Seconds of a product, of each way that runs."""
+    x = make_rows(rows, weights[0].shape[0])
+    calls: dict[str, Callable[[], Any]] = {"rest": compile_rest(x, weights)}
+    for name, multiply in ways.items():
+        try:
+            calls[name] = compile_layers(multiply, x, weights)
+            jax.block_until_ready(calls[name]())
+        except Exception as error:
+            calls.pop(name, None)
+            print(f"{name} does not run:", *str(error).strip().splitlines()[:3])
+    found = time_in_turn(calls)
+    rest = found.pop("rest")
+    return {name: (each - rest) / len(weights) for name, each in found.items()}
+
+
+def compare(shapes, all_rows, copy: float) -> None:
+    """Prints the time of both ways, the bandwidth over a copy's, and the ratio."""
+    table = Table("K x M", "rows", "ours", "XLA", "XLA / ours", "tuning")
+    for depth, columns in shapes:
+        weights = make_weights(depth, columns)
+        for rows in all_rows:
+            found = time_ways({"ours": ours, "XLA": xla}, rows, weights)
+            cells = [show(each, weights[0].nbytes, copy) for each in found.values()]
+            ratio = f"{found['XLA'] / found['ours']:.2f}" if len(found) > 1 else "-"
+            tuning = str(choose(rows, depth, columns))
+            table.add_row(f"{depth} x {columns}", str(rows), *cells, ratio, tuning)
+    Console(width=160).print(table)
+
+
+def show(seconds: float, num_bytes: int, copy: float) -> str:
+    return f"{seconds * 1e6:.1f} us, {num_bytes / seconds / copy:.1%}"
+
+
+def tunings(rows: int, depth: int, columns: int) -> list[Tuning]:
+    """Sizes of the kernel that may be fast: most of the GPU is busy, in one wave."""
+    found = [choose(rows, depth, columns)]
+    for width, splits in itertools.product((64, 128, 256), (1, 2, 3, 4, 6, 8)):
+        if columns % width:
+            continue
+        programs = columns // width * splits
+        per_sm = min(3, -(-programs // NUM_SMS))
+        for sharing in {per_sm, min(3, per_sm + 1)}:
+            stages = num_stages(rows, width, sharing)
+            is_wave = programs <= sharing * NUM_SMS or splits == 1
+            if is_wave and programs > 60 and stages > 2:
+                found.append(Tuning(width, splits, stages))
+    return list(dict.fromkeys(found))
+
+
+def sweep(shapes, all_rows, copy: float) -> None:
+    """Prints the times of several sizes of the kernel."""
+    for depth, columns in shapes:
+        weights = make_weights(depth, columns)
+        for rows in all_rows:
+            ways: dict[str, Any] = {"XLA": xla}
+            for each in tunings(rows, depth, columns):
+                run = functools.partial(mosaic_gpu.few_rows_matmul, tuning=each)
+                ways[str(each)] = run
+            found = time_ways(ways, rows, weights)
+            print(f"{rows} rows, {depth} x {columns}, XLA {found['XLA'] * 1e6:.1f} us")
+            for name in sorted(found, key=lambda name: found[name])[:6]:
+                print("  ", show(found[name], weights[0].nbytes, copy), name)
+
+
+def check(shapes, all_rows) -> None:
+    """Prints the largest difference to sums in float32, over the largest number."""
+    for depth, columns in shapes:
+        weights = make_weights(depth, columns)[0]
+        for rows in all_rows:
+            x = make_rows(rows, depth)
+            found, again = jax.jit(ours)(x, weights), jax.jit(ours)(x, weights)
+            expected = jnp.dot(x, weights, preferred_element_type=jnp.float32)
+            error = jnp.abs(found - expected).max() / jnp.abs(expected).max()
+            repeats = "repeats" if (found == again).all() else "DOES NOT REPEAT"
+            print(f"{rows} rows, {depth} x {columns}: {error:.2e}, {repeats}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--checks", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    given = parser.parse_args()
+    shapes, rows = QUICK if given.quick else (SHAPES, ROWS)
+    if given.checks:
+        check(shapes, rows)
+    copy = copy_bandwidth()
+    print(f"{jax.devices()[0].device_kind}: a copy at {copy / 1e12:.2f} TB/s")
+    (sweep if given.sweep else compare)(shapes, rows, copy)
+
+
+if __name__ == "__main__":
+    main()
