@@ -14,17 +14,21 @@ import timing
 NUM_FLOATS = 2**28
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--num_floats", type=int, default=NUM_FLOATS)
-    given = parser.parse_args()
-    numbers = jax.random.normal(jax.random.key(0), (given.num_floats,), jnp.float32)
+def measure(num_floats: int = NUM_FLOATS) -> dict[str, dict]:
+    """Metrics of a copy."""
+    numbers = jax.random.normal(jax.random.key(0), (num_floats,), jnp.float32)
     copy = functools.partial(jax.jit(jnp.negative), numbers)
     seconds = call_timing.time_calls(copy, jax.block_until_ready, min_calls=10)
-    metrics = {
+    return {
         "copy_bytes_per_second": call_timing.rates(2 * numbers.nbytes, seconds),
         "copy_seconds": timing.spread(seconds),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num_floats", type=int, default=NUM_FLOATS)
+    metrics = measure(parser.parse_args().num_floats)
     device = jax.devices()[0].device_kind
     call_timing.print_result(metrics, device=device, packages=("jax",))
 

@@ -20,6 +20,7 @@ SHAPES = {
 }
 """Llama 2 7B, Llama 3 8B, a Llama of the size of GPT-2 1.5B, and one for a CPU."""
 NUMBER_BYTES = 2
+UNTIMED_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +140,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 def make_cases(given: argparse.Namespace) -> list[Case]:
     """Makes the cases of the command line."""
     shape = SHAPES[given.shape]
-    shape = dataclasses.replace(shape, length=given.context + given.num_tokens)
+    # Some programs warm up with tokens before and behind a sweep.
+    length = given.context + given.num_tokens + UNTIMED_TOKENS
+    shape = dataclasses.replace(shape, length=length)
     return [
         Case(shape, int(batch), given.context, given.num_tokens)
         for batch in given.batches.split(",")

@@ -1,10 +1,16 @@
 """The programs of `examples/benchmarks` that measure how fast models decode."""
 
 import ast
+import dataclasses
+import json
+import sys
 
+import jax
 import pytest
+from contests.contest import load_contest
 
 from tests.support.benchmarks import FOLDER, load
+from zjax.models import flops
 
 
 @pytest.mark.parametrize(
@@ -68,3 +74,121 @@ def test_cases_need_neither_torch_nor_jax():
         ]
         words = {word for x in nodes for word in ast.unparse(x).split()}
         assert not words & {"torch", "jax", "jax.numpy", "zjax"}
+
+
+@pytest.fixture
+def ours(monkeypatch, capsys):
+    """Runs our program on a model of one layer; returns what it prints."""
+    module = load("decode_ours")
+    tiny = dataclasses.replace(module.cases.SHAPES["tiny"], num_layers=1)
+    monkeypatch.setitem(module.cases.SHAPES, "tiny", tiny)
+
+    def run(*flags):
+        short = "--shape=tiny", "--num_sweeps=2", "--copy_floats=1024"
+        monkeypatch.setattr(sys, "argv", ["decode_ours.py", *short, *flags])
+        module.main()
+        return json.loads(capsys.readouterr().out.removeprefix("RESULT "))
+
+    return run
+
+
+def test_a_small_model_decodes(ours):
+    found = ours("--batches=2", "--context=40", "--num_tokens=8", "--profile")
+    metrics = {case.metric for case in load_contest(FOLDER / "decode.py").rows[0].cases}
+    names = {metric.replace("batch 1 ", "batch 2 ") for metric in metrics}
+    names = {name for name in names if name.startswith("batch 2 ")}
+    assert names == {"batch 2 bytes/s", "batch 2 tokens/s"}
+    for name in (*names, "batch 2 share"):
+        assert found[name]["n"] == 2
+        assert 0 < found[name]["min"] <= found[name]["median"]
+    assert found["copy_bytes_per_second"]["min"] > 0
+    assert 0 < found["batch 2 compile_seconds"] < found["batch 2 first_seconds"]
+
+
+def test_a_small_model_serves_requests(ours):
+    found = ours("--continuous", "--num_requests=3", "--num_new=4")
+    assert found["continuous tokens/s"]["n"] == 2
+
+
+@pytest.mark.parametrize("name", ["7b", "8b", "1p5b"])
+def test_our_model_has_the_parameters_of_its_peers(name):
+    """Fails if the programs decode different models."""
+    module = load("decode_ours")
+    shape = module.cases.SHAPES[name]
+    assert flops.num_params(module.model_settings(shape)) == shape.num_params
+
+
+def test_weights_are_made_in_bfloat16():
+    module = load("decode_ours")
+    _, weights = module.make_decoder(module.cases.SHAPES["tiny"])
+    assert len(weights.blocks) == 2
+    leaves = jax.tree.leaves(weights)
+    assert {leaf.dtype.name for leaf in leaves} == {"bfloat16"}
+    assert sum(x.size for x in leaves) == module.cases.SHAPES["tiny"].num_params
+    assert all(float(abs(leaf).max()) > 0 for leaf in leaves)
+
+
+def test_rows_are_timed_around_the_context():
+    """Fails if a sweep begins before all rows have tokens, or goes on for longer."""
+    module = load("decode_ours")
+    shape = dataclasses.replace(module.cases.SHAPES["tiny"], num_layers=1, length=400)
+    # More prompts than a pass reads.
+    case = module.cases.Case(shape, 12, context=200, num_tokens=32)
+    engine = module.make_engine(module.make_decoder(shape), case.batch, shape.length)
+    rows, seen = [], []
+
+    class Noting:
+        def __enter__(self):
+            rows.extend(engine.scheduler.rows.running)
+            self.note()
+
+        def __exit__(self, *_):
+            self.note()
+
+        def note(self):
+            seen.append([len(row.tokens) for row in rows])
+
+    module.sweep(engine, case, Noting())
+    first, last = seen
+    assert len(first) == 12
+    assert min(first) >= case.num_given
+    assert {b - a for a, b in zip(first, last, strict=True)} == {32}
+    assert sum(first + last) / 24 == pytest.approx(case.context, abs=12)
+    assert {row.finish_reason for row in rows} == {"abort"}
+    assert engine.scheduler.rows.running == []
+
+
+TRACE = """
+planes {
+  name: "/device:GPU:0"
+  lines {
+    name: "Stream #7(Compute)"
+    events { metadata_id: 1 duration_ps: 3000000 }
+    events { metadata_id: 2 duration_ps: 9000000 }
+    events { metadata_id: 1 duration_ps: 1000000 }
+  }
+  lines { name: "XLA Modules" events { metadata_id: 3 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "gemm" } }
+  event_metadata { key: 2 value { id: 2 name: "attend" } }
+  event_metadata { key: 3 value { id: 3 name: "jit_run" } }
+}
+planes {
+  name: "/host:CPU"
+  lines { name: "Stream" events { metadata_id: 1 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "python" } }
+}
+"""
+
+
+def test_kernels_are_listed_by_the_time_they_take(capsys):
+    module = load("kernel_times")
+    data = jax.profiler.ProfileData.from_serialized_xspace(
+        jax.profiler.ProfileData.text_proto_to_serialized_xspace(TRACE)
+    )
+    times = module.kernel_times(data)
+    assert list(times) == ["attend", "gemm"]
+    assert times["gemm"] == (pytest.approx(4e-6), 2)
+    module.show(times, 2, "token")
+    shown = capsys.readouterr().err
+    assert "all kernels: 6.5 us/token" in shown
+    assert "69.2%" in shown
