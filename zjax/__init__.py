@@ -23,6 +23,8 @@ from zjax.errors import (
 )
 from zjax.estimate.traced import Cost, count
 from zjax.generation.generate import generate
+from zjax.generation.generator import Generator, Text
+from zjax.generation.sampling import Sampling
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
 from zjax.models.inspect import chosen_experts
@@ -59,6 +61,7 @@ __all__ = [
     "Cost",
     "DataError",
     "Entry",
+    "Generator",
     "Loss",
     "Model",
     "ModelError",
@@ -69,10 +72,12 @@ __all__ = [
     "PlanError",
     "ProcessError",
     "Run",
+    "Sampling",
     "Segment",
     "Stack",
     "StateError",
     "Step",
+    "Text",
     "TrainState",
     "Trainer",
     "ZjaxError",

@@ -47,6 +47,7 @@ def choose_alike(sampling, num_rows, logits=LOGITS[0], **others):
 def select(numbers):
     """Arguments of `choose` for some rows of the mix."""
     rows = rows_of([MIXED[n] for n in numbers], end_ids=[0])
+    rows = rows._replace(num_best=np.full(len(rows.seed), 3, np.int32))
     numbers = np.array(numbers)
     arrays = (LOGITS, HISTORY, PROMPTS, LENGTHS)
     logits, *others = (x[numbers] for x in arrays)

@@ -156,7 +156,7 @@ def test_drafts_are_right_as_far_as_they_are_the_tokens():
 
 def test_the_best_tokens_of_each_position_are_returned():
     logits = jnp.array(np.random.default_rng(3).normal(size=(2, 3, VOCAB)), jnp.float32)
-    rows, zeros = rows_of([None, None]), jnp.zeros(2, jnp.int32)
+    rows, zeros = rows_of([Sampling(num_logprobs=2)] * 2), jnp.zeros(2, jnp.int32)
     drafts = jnp.zeros((2, 2), jnp.int32)
     history = jnp.zeros((2, 8), jnp.int32)
     found = check(logits, drafts, zeros, rows, history, zeros, zeros, num_best=2)

@@ -10,7 +10,7 @@ import numpy as np
 from zjax.generation.passes import Pieces, Rows
 from zjax.generation.plan import Plan
 from zjax.generation.programs import Passes
-from zjax.generation.sampling import Chosen, Sampling, rows_of
+from zjax.generation.sampling import GREEDY, Chosen, Sampling, rows_of
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 
@@ -21,7 +21,7 @@ NUM_AHEAD = 2
 class Request(NamedTuple):
     """How a sequence chooses tokens, as `Sequence.request`."""
 
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     sample: int = 0
     """Number of the sequence among the samples of a prompt."""
 

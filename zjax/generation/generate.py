@@ -12,35 +12,31 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from zjax.generation.engine import Engine, Request
-from zjax.generation.passes import Reader
 from zjax.generation.plan import Size
 from zjax.generation.pool import Pool
-from zjax.generation.programs import Passes, Programs
+from zjax.generation.programs import CutDecoder, Passes
 from zjax.generation.prompts import longest_text, read_prompts
 from zjax.generation.sampling import Sampling
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
+from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE
 from zjax.jaxprs.versions import dtype_promotion
-from zjax.models.continuation import params_of
 from zjax.models.stack import Decoder
 from zjax.settings import schema
-
-PAGE_SIZE = 64
-"""Tokens of a page of keys."""
-MAX_ROWS = 256
-"""Most rows that are written at once; further rows wait."""
-NUM_CHUNKS = 8
-"""Chunks of prompts in a pass."""
 
 
 @runtime_checkable
 class StoredDecoder(Protocol):
-    """A decoder whose blocks are stored off the devices."""
+    """A decoder whose weights are where passes read them."""
 
     config: schema.Model
 
     def passes(self, **shapes: int) -> Passes:
         """Makes passes of the shapes that `Programs` takes."""
+        ...
+
+    def page_bytes(self, page_size: int) -> int:
+        """Counts the bytes on a device of a page of all layers."""
         ...
 
 
@@ -123,9 +119,8 @@ def _write(
     shapes |= {"num_pages": num_pages, "page_size": PAGE_SIZE}
     sizes = Size(num_slots), Size(num_slots, NUM_CHUNKS)
     pool = Pool(num_pages, PAGE_SIZE)
-    engine = Engine(
-        make_passes(model, **shapes), Scheduler(pool, num_slots, longest, sizes)
-    )
+    scheduler = Scheduler(pool, num_slots, longest, sizes)
+    engine = Engine(stored(model).passes(**shapes), scheduler)
     sequences = []
     for prompt, seed in zip(prompts, seeds.tolist(), strict=True):
         request = Request(dataclasses.replace(sampling, seed=seed))
@@ -137,15 +132,9 @@ def _write(
     return [sequence.generated for sequence in sequences]
 
 
-def make_passes(model: Decoder | StoredDecoder, **shapes: int) -> Passes:
-    """Makes passes of the shapes that `Programs` takes, for any decoder."""
-    if not isinstance(model, Decoder):
-        return model.passes(**shapes)
-    reader = Reader.of(model)
-    return Programs(reader, _cut(reader, params_of(model)), **shapes)
-
-
-_cut = jax.jit(Reader.cut, static_argnums=0)
+def stored(model: Decoder | StoredDecoder) -> StoredDecoder:
+    """Returns a decoder with weights where passes read them."""
+    return CutDecoder(model) if isinstance(model, Decoder) else model
 
 
 def _seeds(key: jax.Array | None, num_rows: int) -> UInt32[np.ndarray, " B"]:

@@ -25,7 +25,7 @@ from zjax.generation.passes import (
     last_of_chunks,
     lay_chunks,
 )
-from zjax.generation.programs import History
+from zjax.generation.programs import History, page_bytes
 from zjax.generation.sampling import Chosen
 from zjax.offload.compiled import Jit
 from zjax.offload.stream import Load
@@ -109,9 +109,17 @@ class OffloadedDecoder:
         self.embed, _, self.head = programs.units.stack.split(params)
         self.stored = programs.units.stored(params)
 
+        rows = programs.units.plan.compute
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
+        self.shapes = jax.eval_shape(programs.reader.cut, shapes)
+
     def passes(self, **shapes: int) -> "OffloadedPasses":
         """Makes passes of the shapes that `Programs` takes."""
         return OffloadedPasses(self, **shapes)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Counts the bytes on a device of a page of all layers."""
+        return page_bytes(self.programs.reader, self.shapes, page_size)
 
 
 class OffloadedPasses:
@@ -130,10 +138,7 @@ class OffloadedPasses:
         self._units, self._number = decoder.programs.units, 0
         self._history = History(num_slots, max_length)
         reader = decoder.programs.reader
-        rows = decoder.programs.units.plan.compute
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
-        weights = jax.eval_shape(reader.cut, shapes)
-        self._caches = [*reader.empty_caches(weights, num_pages, page_size)]
+        self._caches = [*reader.empty_caches(decoder.shapes, num_pages, page_size)]
 
     def remember(self, slot: int, tokens: np.ndarray) -> None:
         """Stores the tokens of a row that begins in a slot."""

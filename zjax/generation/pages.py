@@ -1,6 +1,7 @@
 """Pages: the keys and values of a layer, in blocks that any row of text may hold."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,13 @@ def _pinned(pool: Float[Array, "pages heads page C"]) -> Float[Array, "..."]:
     if jax.sharding.get_abstract_mesh().empty:
         return pool
     return pin(pool, None, meshes.entry(head_axes(pool.shape[1])), None, None)
+
+
+def bytes_on_device(pool: Any) -> int:
+    """Counts the bytes of pages, or of their shape, on a device of the mesh in use."""
+    mesh = jax.sharding.get_abstract_mesh()
+    shares = 1 if mesh.empty else meshes.num_shares(mesh, head_axes(pool.shape[1]))
+    return math.prod(pool.shape) * pool.dtype.itemsize // shares
 
 
 def attend(

@@ -12,7 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.generation.chunks import Chunks, batch_of, split_tokens
 from zjax.generation.pages import Pages, attend
-from zjax.generation.sampling import Chosen, SamplingRows, choose_tokens
+from zjax.generation.sampling import (
+    MAX_LOGPROBS,
+    Chosen,
+    SamplingRows,
+    choose_tokens,
+)
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.continuation import AttendTo, decoder_stack, form_of
 from zjax.models.stack import Decoder
@@ -261,6 +266,7 @@ def choose(
     pieces: Sequence[Pieces],
 ) -> tuple[Int[Array, "slots S"], Chosen]:
     """Chooses a token after each piece; adds it to the history where a row ends."""
+    num_best = min(MAX_LOGPROBS, scores.shape[1])
     slots, starts, counts, ends = map(jnp.concatenate, zip(*pieces, strict=True))
     known = starts + counts
     chosen = choose_tokens(
@@ -269,6 +275,7 @@ def choose(
         history[slots],
         rows.num_given[slots],
         known,
+        num_best=num_best,
     )
     padding = history.shape[0] - 1
     where = jnp.where(ends, slots, padding), jnp.minimum(known, history.shape[1] - 1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from zjax.generation.pages import bytes_on_device
 from zjax.generation.passes import (
     Pieces,
     Reader,
@@ -18,6 +19,8 @@ from zjax.generation.passes import (
     run_steps,
 )
 from zjax.generation.sampling import Chosen
+from zjax.models.continuation import params_of
+from zjax.models.stack import Decoder
 
 
 @runtime_checkable
@@ -110,6 +113,40 @@ class Programs:
 
     def rest(self) -> None:
         """Does nothing: all weights stay on the devices."""
+
+
+class CutDecoder:
+    """A decoder on the devices, with weights cut for passes.
+
+    Args:
+        model: Decoder with weights in the dtype to compute in.
+    """
+
+    def __init__(self, model: Decoder):
+        self.config = model.config
+        self._reader = Reader.of(model)
+        self._weights: Weights = _cut(self._reader, params_of(model))
+
+    def passes(self, **shapes: int) -> Programs:
+        """Makes passes of the shapes that `Programs` takes."""
+        return Programs(self._reader, self._weights, **shapes)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Counts the bytes on a device of a page of all layers."""
+        return page_bytes(self._reader, self._weights, page_size)
+
+
+def page_bytes(reader: Reader, weights: Weights, page_size: int) -> int:
+    """Counts the bytes on a device of a page of all layers."""
+
+    def empty(weights: Weights) -> Any:
+        return reader.empty_caches(weights, 1, page_size)
+
+    pools = jax.tree.leaves(jax.eval_shape(empty, weights))
+    return sum(bytes_on_device(pool) for pool in pools)
+
+
+_cut = jax.jit(Reader.cut, static_argnums=0)
 
 
 def _one_step(*args: Any) -> Any:

@@ -102,6 +102,10 @@ class Sampling:
         ]
 
 
+GREEDY = Sampling()
+"""Takes the most likely token, up to the longest text of the model."""
+
+
 def _count_problems(sampling: Sampling) -> Iterator[Problem]:
     """Yields problems of numbers of tokens and samples, and of the seed."""
     longest, least = sampling.max_new_tokens, sampling.min_new_tokens
@@ -210,6 +214,8 @@ class SamplingRows(NamedTuple):
     sample: Int32[Array, " R"]
     """Number of the row among the samples of a request, from 0."""
     filtered_logprobs: Bool[Array, " R"]
+    num_best: Int32[Array, " R"]
+    """Most likely tokens that the request asks for."""
 
 
 def rows_of(
@@ -226,10 +232,12 @@ def rows_of(
     of `end_ids` alone.
     """
     samples = [0] * len(samplings) if samples is None else samples
-    chosen = [Sampling() if each is None else each for each in samplings]
+    chosen = [GREEDY if each is None else each for each in samplings]
     values: dict[str, Any] = {"sample": np.array(samples, np.int32)}
     for name, dtype in _DTYPES.items():
         values[name] = np.array([getattr(each, name) for each in chosen], dtype)
+    num_best = [each.num_logprobs or 0 for each in chosen]
+    values["num_best"] = np.array(num_best, np.int32)
     forbidden = [each.forbidden_ids for each in chosen]
     values["forbidden_ids"] = _pad(forbidden, MAX_FORBIDDEN_IDS)
     ends = [end_ids if each.end_ids is None else each.end_ids for each in chosen]
@@ -283,7 +291,7 @@ def choose_tokens(
 
     `history` has prompt and text from column 0 on, `lengths` tokens of which
     `prompt_lengths` are the prompt; later columns are not read. `num_best` is static,
-    the number of tokens in `Chosen.best_ids`.
+    the number of tokens in `Chosen.best_ids`, which mean nothing unless a row asks.
 
     A row draws with `fold_in(fold_in(key(seed), sample), length)`, so that a draw is
     the same at another row, beside other rows, and on other devices.
@@ -303,9 +311,20 @@ def choose_tokens(
     )
     scores = jnp.where(rows.filtered_logprobs[:, None], scores, raw)
     norms = jax.nn.logsumexp(scores, axis=1)
-    best, best_ids = jax.lax.top_k(scores, num_best)
+    best, best_ids = jax.lax.cond(
+        (rows.num_best > 0).any(),
+        lambda scores: tuple(jax.lax.top_k(scores, num_best)),
+        functools.partial(_none_best, num_best),
+        scores,
+    )
     logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - norms
     return Chosen(tokens, logprobs, best_ids, best - norms[:, None])
+
+
+def _none_best(number, scores):
+    """Returns zeros in the form of the most likely tokens, which nobody asks for."""
+    shape = scores.shape[0], number
+    return jnp.zeros(shape, scores.dtype), jnp.zeros(shape, jnp.int32)
 
 
 def restrict(

@@ -125,8 +125,7 @@ class Scheduler:
         Raises:
             ConfigError: The sequence could never run, even alone.
         """
-        problems = [*self._find_problems(sequence)]
-        if problems:
+        if problems := [*self.find_problems(sequence)]:
             raise ConfigError(*problems)
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
@@ -207,7 +206,7 @@ class Scheduler:
         """Ends a sequence that nobody wants any more."""
         self.finish(sequence, "abort")
 
-    def _find_problems(self, sequence: Sequence) -> Iterator[Problem]:
+    def find_problems(self, sequence: Sequence) -> Iterator[Problem]:
         """Yields the reasons why a sequence could never run."""
         num_prompt, num_new = len(sequence.prompt), sequence.max_new_tokens
         if num_prompt == 0:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, Problem
+from zjax.generation.generate import generate
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.optim.build import make_optimizer
 from zjax.optim.groups import named_params
@@ -112,11 +113,27 @@ class Run:
                 is not the built-in decoder.
             DataError: The prompts are no integers, or an id is not in the vocabulary.
         """
+        decoder = self.decoder(state)
+        tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+        with jax.set_mesh(self.mesh):
+            return generate(decoder, tokens, **settings)
+
+    def decoder(self, state: TrainState) -> Any:
+        """Returns the built-in decoder with the weights of a state, to write text.
+
+        Args:
+            state: Any state of this run; not consumed.
+
+        Returns:
+            What `zjax.generate` takes, under `jax.set_mesh(run.mesh)`.
+
+        Raises:
+            ConfigError: The model is not the built-in decoder.
+        """
         if self.model.stack is None or self.model.stack.continuation is None:
             problem, remedy = "writes no text", "use the built-in decoder"
             raise ConfigError(Problem("model", "given", problem, remedy))
-        tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
-        return self.step.generate(state, tokens, **settings)
+        return self.step.decoder(state)
 
     def bind(self, state: TrainState) -> Any:
         """Binds the weights of a state to the module, in evaluation mode.

@@ -7,7 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from zjax.generation.generate import generate
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Jit, Peak
 from zjax.replicas.state import run_rows
@@ -113,16 +112,15 @@ class Weights:
         """Returns the module with the weights of a state, in evaluation mode."""
         return self._model.bind(self(state), state.model_state)
 
-    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts; `settings` are arguments of `zjax.generate`."""
-        params, mesh = self(state), self._plan.mesh
-        assert isinstance(mesh, Mesh)
+    def decoder(self, state: TrainState) -> Any:
+        """Returns the module with weights gathered over the ZeRO axes, to write text.
+
+        Gathered once: each token would gather the weights again.
+        """
+        params = self(state)
         if self._plan.splits.compute:
-            # Once: each token would gather the weights again.
             params = self._gather(params)
-        decoder = self._model.bind(params, state.model_state)
-        with jax.set_mesh(mesh):
-            return generate(decoder, tokens, **settings)
+        return self._model.bind(params, state.model_state)
 
     def _place(self, row: ArrayPlan) -> jax.sharding.NamedSharding:
         """Sharding of an unpadded parameter; replicated if the storage is padded."""
@@ -157,9 +155,9 @@ class FusedExecutor:
         """Computes loss and metrics without gradients, dropout or state change."""
         return self.programs["evaluate"](state, batch)
 
-    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts; `settings` are arguments of `zjax.generate`."""
-        return self.parameters.generate(state, tokens, **settings)
+    def decoder(self, state: TrainState) -> Any:
+        """Returns the decoder that `zjax.generate` takes."""
+        return self.parameters.decoder(state)
 
     def settle(self, state: TrainState) -> TrainState:
         """Returns the state itself: a fused step leaves no pending gradient."""
@@ -282,8 +280,8 @@ class Executor(Protocol):
         """Computes loss and metrics without gradients, dropout or state change."""
         ...
 
-    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts; `settings` are arguments of `zjax.generate`."""
+    def decoder(self, state: TrainState) -> Any:
+        """Returns the decoder that `zjax.generate` takes."""
         ...
 
     def settle(self, state: TrainState) -> TrainState:

@@ -119,23 +119,21 @@ class Step:
         """
         return self._run(self.executor.settle, state)
 
-    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts.
+    def decoder(self, state: TrainState) -> Any:
+        """Returns the built-in decoder with the weights of a state, to write text.
 
         Args:
             state: State of the run; not consumed.
-            tokens: Prompts, int32[B, L].
-            settings: Further arguments of `zjax.generate`.
 
         Returns:
-            Prompts and continuations, int32[B, L + max_new_tokens].
+            What `zjax.generate` takes, under the mesh of the run: a `Decoder` with
+            weights gathered over the ZeRO axes, or blocks that stay off the devices.
 
         Raises:
-            ConfigError: A setting out of range, or no room for the tokens.
             StateError: The state was consumed before.
         """
         check_not_consumed(state)
-        return self.executor.generate(state, tokens, **settings)
+        return self.executor.decoder(state)
 
     def parameters(self, state: TrainState) -> Params:
         """Returns the parameters as the model takes them, for use outside of a step.

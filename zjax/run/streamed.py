@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from zjax.errors import PlanError, Problem
-from zjax.generation.generate import generate
 from zjax.generation.offloaded import OffloadedDecoder, UnitPrograms
 from zjax.offload.compiled import Peak
 from zjax.offload.train import OffloadedTrain
@@ -65,14 +63,11 @@ class StreamedExecutor:
             return self._passes.evaluate(state, batch)
         return self.programs["evaluate"](without_update(state, self._plan), batch)
 
-    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
-        """Continues prompts; `settings` are arguments of `zjax.generate`."""
+    def decoder(self, state: TrainState) -> Any:
+        """Returns the decoder that `zjax.generate` takes."""
         if not self.generation:
-            return self.parameters.generate(state, tokens, **settings)
-        decoder = OffloadedDecoder(self.generation, state, self._shape)
-        assert isinstance(self._plan.mesh, Mesh)
-        with jax.set_mesh(self._plan.mesh):
-            return generate(decoder, tokens, **settings)
+            return self.parameters.decoder(state)
+        return OffloadedDecoder(self.generation, state, self._shape)
 
     def settle(self, state: TrainState) -> TrainState:
         """Applies a pending gradient that a delayed update left for the next step."""

@@ -1,0 +1,199 @@
+"""Texts of a `Generator` are those that each request gets alone."""
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import language
+from zjax.data.prompts import Prompts
+from zjax.data.tokenizer import make_bytes
+from zjax.errors import ConfigError
+from zjax.generation.generate import generate
+from zjax.generation.generator import Generator
+from zjax.generation.sampling import Sampling
+
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(0, 29, size=n).tolist() for n in (3, 9, 1, 12, 5, 7)]
+DRAWN = Sampling(max_new_tokens=4, temperature=1.3, top_k=12, seed=7)
+
+
+@functools.cache
+def model():
+    return language.make_language_model(language.LLAMA)
+
+
+def make(**numbers):
+    return Generator(model(), **({"max_rows": 4} | numbers))
+
+
+@pytest.fixture(scope="module")
+def generator():
+    with make() as generator:
+        yield generator
+
+
+def ids_of(texts):
+    return [text.ids for text in texts]
+
+
+def test_greedy_texts_are_those_of_each_prompt_alone(generator):
+    """Fails if a neighbour, or the order of requests, changes a text."""
+    texts = generator.generate(PROMPTS, Sampling(max_new_tokens=4))
+    alone = [
+        generate(model(), np.array([prompt]), max_new_tokens=4)[0, len(prompt) :]
+        for prompt in PROMPTS
+    ]
+    assert ids_of(texts) == [each.tolist() for each in alone]
+    assert [text.prompt for text in texts] == [*range(6)]
+    assert {text.finish_reason for text in texts} == {"length"}
+    backwards = generator.generate(PROMPTS[::-1], Sampling(max_new_tokens=4))
+    assert ids_of(backwards) == ids_of(texts)[::-1]
+
+
+def test_drawn_texts_depend_on_seed_and_sample_alone(generator):
+    alone = [generator.generate([prompt], DRAWN)[0] for prompt in PROMPTS]
+    assert ids_of(generator.generate(PROMPTS, DRAWN)) == ids_of(alone)
+    other = Sampling(max_new_tokens=4, temperature=1.3, top_k=12, seed=8)
+    assert ids_of(generator.generate(PROMPTS, other)) != ids_of(alone)
+    many = Sampling(max_new_tokens=4, temperature=1.3, top_k=12, seed=7, num_samples=3)
+    texts = generator.generate(PROMPTS[:2], many)
+    assert [(x.prompt, x.sample) for x in texts] == [
+        (i, j) for i in (0, 1) for j in range(3)
+    ]
+    assert ids_of(texts)[::3] == ids_of(alone)[:2]
+    assert len({tuple(ids) for ids in ids_of(texts)[:3]}) > 1
+
+
+def test_log_probabilities_are_those_of_the_whole_sequence(generator):
+    [text] = generator.generate(
+        [PROMPTS[1]], Sampling(max_new_tokens=4, num_logprobs=3)
+    )
+    tokens = jnp.array([PROMPTS[1] + text.ids])
+    logits = language.logits_of(model(), {"tokens": tokens})[0, 8:-1]
+    wanted = np.asarray(jax.nn.log_softmax(logits))
+    chosen = wanted[np.arange(4), text.ids]
+    np.testing.assert_allclose(text.logprobs, chosen, atol=1e-4)
+    for place, best in enumerate(text.best):
+        order = np.argsort(-wanted[place])[:3]
+        assert [*best] == order.tolist()
+        np.testing.assert_allclose([*best.values()], wanted[place][order], atol=1e-4)
+
+
+def test_news_join_to_the_text(generator):
+    wanted = generator.generate([PROMPTS[0]], DRAWN)[0].ids
+    deltas = [*generator.stream(PROMPTS[0], DRAWN)]
+    assert [token for delta in deltas for token in delta.ids] == wanted
+    assert [delta.finish_reason for delta in deltas][-1] == "length"
+    assert max(len(delta.ids) for delta in deltas) == 1
+
+    async def read():
+        return [d async for d in generator.stream_async(PROMPTS[0], DRAWN)]
+
+    async def read_all():
+        return await asyncio.gather(*[read() for _ in range(6)])
+
+    for found in asyncio.run(read_all()):
+        assert [token for delta in found for token in delta.ids] == wanted
+
+
+def test_a_ticket_that_is_cancelled_leaves_nothing(generator):
+    ticket = generator.submit([1, 2], Sampling(max_new_tokens=14))
+    ticket.cancel()
+    reasons = [delta.finish_reason for delta in ticket if delta.finish_reason]
+    assert reasons in (["abort"], ["length"])
+    generator.generate([[3]], Sampling(max_new_tokens=1))
+    served = generator.metrics.scheduler
+    assert (served.num_running, served.num_waiting, served.num_live_pages) == (0, 0, 0)
+
+
+def test_texts_are_the_same_where_pages_run_out():
+    """Fails if a row that gives its pages to an older one goes on with other keys."""
+    prompts = [(np.arange(40) % 29).tolist()[i:] for i in range(4)]
+    long = dataclasses.replace(language.LLAMA, max_length=160)
+    wide = language.make_language_model(long)
+    sampling = Sampling(max_new_tokens=80)
+    with Generator(wide, max_rows=4) as generator:
+        wanted = ids_of(generator.generate(prompts, sampling))
+    with Generator(wide, max_rows=4, num_pages=6) as generator:
+        assert ids_of(generator.generate(prompts, sampling)) == wanted
+        assert generator.metrics.scheduler.num_preemptions > 0
+
+
+def test_prefixes_are_read_once():
+    prefix = (np.arange(70) % 29).tolist()
+    long = dataclasses.replace(language.LLAMA, max_length=160)
+    wide, sampling = language.make_language_model(long), Sampling(max_new_tokens=5)
+    prompts = [[*prefix, 3], [*prefix, 3], [*prefix, 4, 5]]
+    with Generator(wide, max_rows=2) as generator:
+        found = [generator.generate([prompt], sampling)[0].ids for prompt in prompts]
+        assert generator.metrics.scheduler.num_hit_tokens == 2 * 64
+    for ids, prompt in zip(found, prompts, strict=True):
+        alone = generate(wide, np.array([prompt]), max_new_tokens=5)
+        assert ids == alone[0, len(prompt) :].tolist()
+
+
+def test_strings_end_a_text():
+    """Fails if a stop string that spans tokens is missed, or stays in the text."""
+    letters = dataclasses.replace(language.LLAMA, vocab_size=257)
+    decoder = language.make_language_model(letters)
+    prompts = Prompts(make_bytes())
+    sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=3)
+    with Generator(decoder, prompts=prompts, max_rows=2) as generator:
+        [free] = generator.generate(["ab"], sampling)
+        assert free.text == bytes(x for x in free.ids if x < 256).decode(
+            errors="replace"
+        )
+        shown = [i for i, x in enumerate(free.ids) if x < 128]
+        start = next(i for i, j in itertools.pairwise(shown) if j == i + 1)
+        stop = bytes(free.ids[start : start + 2]).decode()
+        ended = dataclasses.replace(sampling, stop=(stop,))
+        [text] = generator.generate(["ab"], ended)
+        assert text.finish_reason == "stop" and text.ids == free.ids[: start + 2]
+        assert text.text == free.text[: free.text.index(stop)]
+        joined = [*generator.stream("ab", ended)]
+        assert "".join(delta.text for delta in joined) == text.text
+
+
+def test_all_requests_that_cannot_be_served_are_named(generator):
+    with pytest.raises(ConfigError) as error:
+        generator.generate([[1], [2] * 14, [29]], Sampling(max_new_tokens=4, top_p=0.0))
+    assert str(error.value) == (
+        "top_p=0.0 is not above 0 and up to 1; use 1 for all\n"
+        "max_new_tokens=4 after 14 tokens is more than 16; ask for 2 or fewer, or "
+        "shorten the prompt\n"
+        "prompt='[29]' has 29, which is no id of 29; check the ids"
+    )
+    with pytest.raises(ConfigError) as error:
+        generator.generate(["text"])
+    assert str(error.value) == (
+        "prompt='text' is text, and the model has no tokenizer; give ids"
+    )
+
+
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(ConfigError) as error:
+        make(max_rows=257, max_length=17)
+    assert str(error.value) == (
+        "max_rows=257 is not between 1 and 256; use 64\n"
+        "max_length=17 is not between 0 and model.max_length=16; use 0"
+    )
+
+
+def test_a_failure_reaches_all_who_wait(monkeypatch):
+    """Fails if somebody waits for an engine that has died."""
+    with make() as generator:
+        broken = RuntimeError("no memory")
+
+        def fail(*_):
+            raise broken
+
+        monkeypatch.setattr(generator._worker._engine._passes, "read", fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no memory"):
+                generator.generate([[1], [2]], Sampling(max_new_tokens=2))

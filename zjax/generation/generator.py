@@ -1,0 +1,328 @@
+"""Generator: a model that writes texts for many requests at once."""
+
+import dataclasses
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from zjax.data.conversations import Conversation
+from zjax.data.prompts import Given, Prompts, as_talk, describe_prompt
+from zjax.errors import ConfigError, Problem
+from zjax.generation.engine import Engine, Request
+from zjax.generation.generate import StoredDecoder, stored
+from zjax.generation.loading import open_decoder
+from zjax.generation.pool import Pool
+from zjax.generation.prompts import longest_text, model_problems
+from zjax.generation.sampling import GREEDY, Sampling
+from zjax.generation.scheduler import Scheduler
+from zjax.generation.sequence import Sequence as Sample
+from zjax.generation.sizes import MAX_ROWS, PAGE_SIZE, count_pages, sizes_of
+from zjax.generation.text import TextStream
+from zjax.generation.tickets import Delta, Ticket
+from zjax.generation.worker import Served, Worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text that was written, without the prompt.
+
+    Args:
+        prompt: Number of the prompt among those of the call.
+        sample: Number of the text among the samples of the prompt.
+        text: The text; "" without a tokenizer.
+        ids: Tokens, with the end id if one ended the text.
+        finish_reason: `stop` at an end id or a stop string, `length`, or `abort`.
+        logprobs: Natural logarithm of each token's probability; None unless asked for.
+        best: Most likely tokens at each place, with logarithms of probabilities; None
+            unless asked for.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    ids: list[int]
+    finish_reason: str
+    logprobs: list[float] | None = None
+    best: list[dict[int, float]] | None = None
+
+
+class Generator:
+    """Writes texts with one model, for many requests at once.
+
+    All methods may be called from any thread. Requests join and leave while others are
+    written, and no text depends on the requests beside it.
+
+    Args:
+        source: Directory of a Hugging Face checkpoint, a `zjax.Run` of the built-in
+            decoder, or a `Decoder` with weights in the dtype to compute in.
+        state: State of the run; not consumed.
+        prompts: Tokenizer and chat template of a `Decoder`; None takes and gives ids.
+        max_rows: Most texts that are written at once, 1 to 256.
+        max_length: Most tokens of a prompt with a text; 0 is what the model allows.
+        num_pages: Pages of 64 tokens for the keys of all texts; 0 fills the memory that
+            the devices have left.
+
+    Raises:
+        ConfigError: A number is out of range, or the model writes no text.
+        CheckpointError: The directory has no weights of a built-in model.
+
+    Example:
+        >>> from flax import nnx
+        >>> from zjax.settings import schema
+        >>> config = schema.Model(num_layers=1, embed_size=8, mlp_size=16, num_heads=2,
+        ...                       num_kv_heads=2, vocab_size=11, max_length=8)
+        >>> with Generator(Decoder(config, rngs=nnx.Rngs(0)), max_rows=2) as generator:
+        ...     [text] = generator.generate([[3, 1]], Sampling(max_new_tokens=4))
+        >>> len(text.ids), text.finish_reason
+        (4, 'length')
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        state: Any = None,
+        *,
+        prompts: Prompts | None = None,
+        max_rows: int = 64,
+        max_length: int = 0,
+        num_pages: int = 0,
+    ):
+        opened = open_decoder(source, state, prompts)
+        self.config, self._prompts = opened.decoder.config, opened.prompts
+        field, longest = longest_text(self.config)
+        problems = [*model_problems(self.config)]
+        if not 1 <= max_rows <= MAX_ROWS:
+            problem = f"is not between 1 and {MAX_ROWS}"
+            problems += [Problem("max_rows", max_rows, problem, "use 64")]
+        if not 0 <= max_length <= longest:
+            problem = f"is not between 0 and model.{field}={longest}"
+            problems += [Problem("max_length", max_length, problem, "use 0")]
+        if problems:
+            raise ConfigError(*problems)
+        self.max_length = max_length or longest
+        with opened.context():
+            engine = self._make_engine(stored(opened.decoder), max_rows, num_pages)
+        self._scheduler = engine.scheduler
+        self._worker = Worker(engine, opened.context)
+
+    def _make_engine(
+        self, decoder: StoredDecoder, max_rows: int, num_pages: int
+    ) -> Engine:
+        """Makes the engine, with as many pages as fit."""
+        if not num_pages:
+            each = decoder.page_bytes(PAGE_SIZE)
+            num_pages = count_pages(each, max_rows, self.max_length)
+        passes = decoder.passes(
+            num_slots=max_rows,
+            max_length=self.max_length,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+        )
+        pool = Pool(num_pages, PAGE_SIZE)
+        sizes = sizes_of(max_rows)
+        scheduler = Scheduler(pool, max_rows, self.max_length, sizes)
+        return Engine(passes, scheduler, end_ids=self._end_ids)
+
+    @property
+    def metrics(self) -> Served:
+        """What is being served, and totals since the start."""
+        return self._worker.served
+
+    @property
+    def _end_ids(self) -> tuple[int, ...]:
+        return self._prompts.tokenizer.end_ids if self._prompts else ()
+
+    def generate(
+        self, prompts: Iterable[Given], sampling: Sampling = GREEDY
+    ) -> list[Text]:
+        """Writes texts, and returns them when all are complete.
+
+        Args:
+            prompts: Texts, token ids, or conversations (lists of messages).
+            sampling: How tokens are chosen, and where texts end.
+
+        Returns:
+            `num_samples` texts of each prompt, in order.
+
+        Raises:
+            ConfigError: A setting or prompt that cannot be served; nothing is written.
+            DataError: A chat template refuses a conversation.
+        """
+        tickets = self._submit_all(prompts, sampling)
+        return [
+            text
+            for number, ticket in enumerate(tickets)
+            for text in _collect(number, ticket)
+        ]
+
+    def submit(
+        self,
+        prompt: Given,
+        sampling: Sampling = GREEDY,
+        *,
+        special_tokens: bool = False,
+        is_streamed: bool = True,
+    ) -> Ticket:
+        """Starts a request, and returns at once.
+
+        Args:
+            prompt: Text, token ids, or a conversation (a list of messages).
+            sampling: How tokens are chosen, and where texts end.
+            special_tokens: Whether names of special tokens in a text are these tokens.
+            is_streamed: Whether tokens are wanted one by one; else a few come at once,
+                which is faster.
+
+        Returns:
+            Ticket, whose news are read by `for` or `async for`.
+
+        Raises:
+            ConfigError: The request cannot be served.
+            DataError: A chat template refuses the conversation.
+        """
+        ids = self._encode(prompt, special_tokens=special_tokens)
+        ticket = self._ticket(prompt, ids, sampling, is_streamed=is_streamed)
+        self._worker.add(ticket)
+        return ticket
+
+    def stream(self, prompt: Given, sampling: Sampling = GREEDY) -> Iterator[Delta]:
+        """Yields news of the texts of one prompt; leaving the loop ends them."""
+        ticket = self.submit(prompt, sampling)
+        try:
+            yield from ticket
+        finally:
+            ticket.cancel()
+
+    async def stream_async(
+        self, prompt: Given, sampling: Sampling = GREEDY
+    ) -> AsyncIterator[Delta]:
+        """Yields news as `stream` does, without blocking the event loop."""
+        ticket = self.submit(prompt, sampling)
+        try:
+            async for delta in ticket:
+                yield delta
+        finally:
+            ticket.cancel()
+
+    def close(self) -> None:
+        """Ends all texts, and frees the thread."""
+        self._worker.close()
+
+    def __enter__(self) -> "Generator":
+        """Returns the generator, which is closed at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the generator."""
+        self.close()
+
+    def _submit_all(self, prompts: Iterable[Given], sampling: Sampling) -> list[Ticket]:
+        """Starts requests, or refuses all if one cannot be served."""
+        encoded = [(prompt, self._encode(prompt)) for prompt in prompts]
+        tickets, problems = [], []
+        for prompt, ids in encoded:
+            try:
+                tickets.append(self._ticket(prompt, ids, sampling, is_streamed=False))
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            # The same setting would be named for each prompt.
+            raise ConfigError(*{str(x): x for x in problems}.values())
+        for ticket in tickets:
+            self._worker.add(ticket)
+        return tickets
+
+    def _encode(self, prompt: Given, *, special_tokens: bool = False) -> list[int]:
+        """Returns the tokens of a prompt."""
+        is_ids = isinstance(prompt, np.ndarray) or (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, str)
+            and all(isinstance(x, int | np.integer) for x in prompt)
+        )
+        if is_ids:
+            return [int(token) for token in prompt]  # type: ignore[union-attr]
+        if self._prompts is None:
+            problem, remedy = "is text, and the model has no tokenizer", "give ids"
+            raise ConfigError(
+                Problem("prompt", describe_prompt(prompt), problem, remedy)
+            )
+        if not isinstance(prompt, str | Conversation):
+            prompt = as_talk(prompt)
+        return self._prompts.encode(prompt, special_tokens=special_tokens).tolist()
+
+    def _ticket(
+        self, prompt: Given, ids: list[int], sampling: Sampling, *, is_streamed: bool
+    ) -> Ticket:
+        """Makes the ticket of a request, or refuses the request."""
+        sampling = dataclasses.replace(
+            sampling,
+            max_new_tokens=sampling.max_new_tokens or self.max_length - len(ids),
+            end_ids=self._end_ids if sampling.end_ids is None else sampling.end_ids,
+        )
+        samples = [
+            Sample(
+                ids,
+                sampling.max_new_tokens,
+                frozenset(sampling.end_ids or ()),
+                is_streamed=is_streamed,
+                request=Request(sampling, number),
+            )
+            for number in range(max(sampling.num_samples, 1))
+        ]
+        problems = [
+            *_id_problems(prompt, ids, self.config.vocab_size),
+            *sampling.problems(self.config.vocab_size),
+            *self._scheduler.find_problems(samples[0]),
+        ]
+        if sampling.stop and self._prompts is None:
+            remedy = "give end_ids"
+            problem = "is text, and the model has no tokenizer"
+            problems.append(Problem("stop", sampling.stop, problem, remedy))
+        if problems:
+            raise ConfigError(*problems)
+        streams = []
+        if self._prompts is not None:
+            form = self._prompts.tokenizer, sampling.stop, ids
+            streams = [TextStream(*form) for _ in samples]
+        return Ticket(sampling, ids, samples, streams, self._cancel)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        self._worker.cancel(ticket)
+
+
+def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
+    """Yields the problem of a prompt with tokens that the model does not have."""
+    wrong = [token for token in ids if not 0 <= token < size]
+    if wrong:
+        problem, remedy = f"has {wrong[0]}, which is no id of {size}", "check the ids"
+        yield Problem("prompt", describe_prompt(prompt), problem, remedy)
+
+
+def _collect(number: int, ticket: Ticket) -> list[Text]:
+    """Waits for the texts of a ticket."""
+    news: list[list[Delta]] = [[] for _ in ticket.sequences]
+    for delta in ticket:
+        news[delta.sample].append(delta)
+    return [_join(number, ticket.sampling, deltas) for deltas in news]
+
+
+def _join(number: int, sampling: Sampling, deltas: list[Delta]) -> Text:
+    """Joins all news of one text."""
+    logprobs = best = None
+    if sampling.num_logprobs is not None:
+        logprobs = [float(x) for delta in deltas for x in delta.logprobs]
+    if sampling.num_logprobs:
+        best = [
+            dict(zip(ids.tolist(), values.tolist(), strict=True))
+            for delta in deltas
+            for ids, values in zip(delta.best_ids, delta.best_logprobs, strict=True)
+        ]
+    return Text(
+        prompt=number,
+        sample=deltas[-1].sample,
+        text="".join(delta.text for delta in deltas),
+        ids=[token for delta in deltas for token in delta.ids],
+        finish_reason=deltas[-1].finish_reason or "abort",
+        logprobs=logprobs,
+        best=best,
+    )

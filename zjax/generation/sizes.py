@@ -1,0 +1,62 @@
+"""Sizes of passes and of the cache: few programs, and the memory that is left."""
+
+from typing import Any
+
+import jax
+
+from zjax.errors import ConfigError, Problem
+from zjax.generation.plan import Size
+
+MAX_ROWS = 256
+"""Most rows that are written at once."""
+PAGE_SIZE = 64
+"""Tokens of a page of keys."""
+NUM_CHUNKS = 8
+"""Chunks of prompts beside the rows of a pass: 512 tokens, which keep a GPU busy."""
+_LANES = 1, 8, 32, 128, 256
+_SHARE = 0.9
+"""Share of the free memory that pages take; activations of a pass need the rest."""
+_ROW_TOKENS = 4096
+"""Tokens of each row that pages hold where the memory is not known."""
+
+
+def sizes_of(max_rows: int) -> tuple[Size, ...]:
+    """Returns the sizes of passes: each is a program, so they are few.
+
+    Example:
+        >>> sizes_of(64)
+        (Size(lanes=1, chunks=0, width=1), Size(lanes=8, chunks=0, width=1), \
+Size(lanes=32, chunks=0, width=1), Size(lanes=64, chunks=0, width=1), \
+Size(lanes=64, chunks=8, width=1))
+    """
+    lanes = [number for number in _LANES if number < max_rows] + [max_rows]
+    return (*map(Size, lanes), Size(max_rows, NUM_CHUNKS))
+
+
+def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
+    """Counts the pages that fit in the memory that devices have left.
+
+    `page_bytes` are the bytes on a device of a page of all layers. There are no more
+    pages than rows can fill. Memory that is not known, as of a CPU, gets pages for
+    some thousands of tokens of each row.
+    """
+    row_pages = -(-max_length // PAGE_SIZE)
+    most = 1 + max_rows * row_pages
+    free = [_free_bytes(device) for device in jax.local_devices()]
+    known = [number for number in free if number is not None]
+    if not known:
+        return min(most, 1 + max_rows * min(row_pages, _ROW_TOKENS // PAGE_SIZE))
+    number = int(_SHARE * min(known)) // page_bytes
+    if number < 1 + row_pages:
+        problem = f"leaves room for {max(number - 1, 0) * PAGE_SIZE} tokens"
+        remedy = "free memory, use a smaller max_length, or offload the model"
+        raise ConfigError(Problem("max_length", max_length, problem, remedy))
+    return min(most, number)
+
+
+def _free_bytes(device: Any) -> int | None:
+    """Returns the bytes that a device has left; None if it does not tell."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

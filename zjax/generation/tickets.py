@@ -1,0 +1,139 @@
+"""Tickets: what somebody who asked for texts holds while they are written."""
+
+import asyncio
+import collections
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from zjax.generation.engine import News, Request
+from zjax.generation.sampling import Sampling
+from zjax.generation.sequence import Sequence
+from zjax.generation.text import TextStream
+
+
+class Delta(NamedTuple):
+    """What is new of one of the texts that a request asked for."""
+
+    sample: int
+    """Number of the text among the samples of the request."""
+    text: str
+    """Text that no later token changes; "" without a tokenizer."""
+    ids: list[int]
+    """New tokens. Their text may come later."""
+    logprobs: Float32[np.ndarray, " n"]
+    """Natural logarithm of each token's probability."""
+    best_ids: Int32[np.ndarray, "n N"]
+    """Most likely tokens at each place, as many as `Sampling.num_logprobs`."""
+    best_logprobs: Float32[np.ndarray, "n N"]
+    finish_reason: str | None = None
+    """`stop`, `length` or `abort` with the last delta of a text; None before."""
+
+
+class Ticket:
+    """A request that is being served; iterate over it for the news of all texts.
+
+    Args:
+        sampling: How tokens are chosen.
+        prompt_ids: Tokens of the prompt.
+        sequences: A sequence for each sample.
+        streams: Text of each sample; empty without a tokenizer.
+        cancel: Function that ends a ticket early, from any thread.
+
+    Raises:
+        Exception: Iteration raises what ended the engine.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt_ids: list[int],
+        sequences: list[Sequence],
+        streams: list[TextStream],
+        cancel: "Callable[[Ticket], None]",
+    ):
+        self.sampling, self.prompt_ids = sampling, prompt_ids
+        self.sequences, self._streams, self._cancel = sequences, streams, cancel
+        self._deltas: collections.deque[Delta | BaseException] = collections.deque()
+        self._changed = threading.Condition()
+        self._wake: Callable[[], object] = lambda: None
+        self._num_open = len(sequences)
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Waits for news until all texts have ended."""
+        while self._num_open:
+            with self._changed:
+                self._changed.wait_for(lambda: self._deltas)
+                delta = self._deltas.popleft()
+            yield self._take(delta)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Waits for news as `__iter__` does, without blocking the event loop."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._wake = lambda: loop.call_soon_threadsafe(changed.set)
+        while self._num_open:
+            with self._changed:
+                changed.clear()
+                delta = self._deltas.popleft() if self._deltas else None
+            if delta is None:
+                await changed.wait()
+            else:
+                yield self._take(delta)
+
+    def cancel(self) -> None:
+        """Ends all texts, with `abort` as the reason."""
+        self._cancel(self)
+
+    def _take(self, delta: Delta | BaseException) -> Delta:
+        """Returns a delta, or raises what ended the engine."""
+        if isinstance(delta, BaseException):
+            raise delta
+        self._num_open -= delta.finish_reason is not None
+        return delta
+
+    def tell(self, delta: Delta | BaseException) -> None:
+        """Adds news, from the thread of the engine."""
+        with self._changed:
+            self._deltas.append(delta)
+            self._changed.notify()
+            self._wake()
+
+    def read(self, news: News) -> Delta:
+        """Turns what a pass adds to a sample into a delta.
+
+        A stop string cuts the text, and is the reason of the end.
+        """
+        sequence = news.sequence
+        sample, ids = sequence.request.sample, news.tokens
+        text, reason = "", sequence.finish_reason
+        if self._streams:
+            stream = self._streams[sample]
+            for number, token in enumerate(ids, start=1):
+                piece, is_over = stream.push(token)
+                text += piece
+                if is_over:
+                    ids, reason = ids[:number], "stop"
+                    break
+            text += stream.flush() if reason else ""
+        size, best = len(ids), self.sampling.num_logprobs or 0
+        return Delta(
+            sample,
+            text,
+            ids,
+            news.logprobs[:size],
+            news.best_ids[:size, :best],
+            news.best_logprobs[:size, :best],
+            reason,
+        )
+
+
+def aborted(sequence: Sequence) -> Delta:
+    """Returns the last delta of a text that ends early."""
+    request: Request = sequence.request
+    nothing = np.zeros(0, np.float32)
+    best = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+    return Delta(request.sample, "", [], nothing, *best, "abort")

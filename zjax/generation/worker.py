@@ -1,0 +1,125 @@
+"""Worker: the thread that owns an engine, and serves tickets of any thread."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from zjax.generation.engine import Engine, News
+from zjax.generation.scheduler import Metrics
+from zjax.generation.sequence import Sequence
+from zjax.generation.tickets import Ticket, aborted
+
+
+class Served(NamedTuple):
+    """State of a worker."""
+
+    scheduler: Metrics
+    num_written: int
+    """Tokens that texts have got so far."""
+    num_read: int
+    """Tokens of prompts of all requests so far."""
+
+
+class Worker:
+    """Runs an engine in a thread while there are tickets.
+
+    Args:
+        engine: Engine that no other thread uses from here on.
+        context: Context in which the passes run, such as the mesh in use.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+    ):
+        self._engine, self._context = engine, context
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tickets: dict[Sequence, Ticket] = {}
+        self._num_written = self._num_read = 0
+        self._failure: BaseException | None = None
+        # A daemon, so that a forgotten worker does not keep the process.
+        self._thread = threading.Thread(target=self._serve, name="zjax-generation")
+        self._thread.daemon = True
+        self._thread.start()
+
+    @property
+    def served(self) -> Served:
+        """State and totals, as of some moment of the last pass."""
+        metrics = self._engine.scheduler.metrics
+        return Served(metrics, self._num_written, self._num_read)
+
+    def add(self, ticket: Ticket) -> None:
+        """Serves a ticket whose sequences the scheduler has found possible."""
+        self._orders.put(lambda: self._admit(ticket))
+        # The thread may have ended before it saw the order.
+        if self._failure is not None:
+            ticket.tell(self._failure)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends the texts of a ticket that have not ended."""
+        self._orders.put(lambda: self._abort(ticket))
+
+    def close(self) -> None:
+        """Ends all texts and the thread."""
+        self._orders.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        """Takes orders and runs passes until it is told to end, or fails."""
+        try:
+            with self._context():
+                while self._take_orders():
+                    for news in self._engine.step() or ():
+                        self._tell(news)
+            for ticket in {*self._tickets.values()}:
+                self._abort(ticket)
+        except BaseException as error:  # whatever ends the thread ends all tickets
+            self._failure = error
+            for ticket in {*self._tickets.values()}:
+                ticket.tell(error)
+            while not self._orders.empty():
+                self._refuse(self._orders.get(), error)
+
+    def _take_orders(self) -> bool:
+        """Carries out all orders, and waits for one while nothing is to be written."""
+        while not self._tickets or not self._orders.empty():
+            order = self._orders.get()
+            if order is None:
+                return False
+            order()
+        return True
+
+    def _refuse(self, order: Callable[[], None] | None, error: BaseException) -> None:
+        """Carries out an order that comes too late, and tells a new ticket so."""
+        known = {*self._tickets.values()}
+        if order is not None:
+            order()
+        for ticket in {*self._tickets.values()} - known:
+            ticket.tell(error)
+
+    def _admit(self, ticket: Ticket) -> None:
+        for sequence in ticket.sequences:
+            self._engine.scheduler.add(sequence)
+            self._tickets[sequence] = ticket
+            self._num_read += len(sequence.prompt)
+
+    def _abort(self, ticket: Ticket) -> None:
+        for sequence in ticket.sequences:
+            if self._tickets.pop(sequence, None) is not None:
+                self._engine.scheduler.abort(sequence)
+                ticket.tell(aborted(sequence))
+
+    def _tell(self, news: News) -> None:
+        """Hands news to the ticket of the sequence, and ends it at a stop string."""
+        ticket = self._tickets.get(news.sequence)
+        if ticket is None:
+            return
+        delta = ticket.read(news)
+        self._num_written += len(delta.ids)
+        if delta.finish_reason is not None:
+            self._engine.scheduler.finish(news.sequence, delta.finish_reason)
+            del self._tickets[news.sequence]
+        ticket.tell(delta)
