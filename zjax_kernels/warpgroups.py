@@ -14,6 +14,8 @@ _INDEX = inspect.signature(plgpu.load).parameters["idx"]
 NUM_COMPUTE = 2
 """Warpgroups that compute; one more copies."""
 AXIS = "warpgroup"
+CLUSTER = "rank"
+"""Axis of the programs of a cluster."""
 
 
 def launch(
@@ -24,6 +26,7 @@ def launch(
     *,
     num_programs: int,
     num_warpgroups: int | None = None,
+    cluster_size: int = 1,
     interpret: Any,
     **parameters: Any,
 ) -> tuple[Any, ...]:
@@ -31,7 +34,9 @@ def launch(
 
     `inputs` and `scratch` (shared memory and barriers) are pytrees, and `parameters`
     are of Mosaic's compiler. Programs have `num_warpgroups`, or one and no axis of
-    warpgroups. `interpret` holds the interpreter's parameters, None on a GPU.
+    warpgroups. With a `cluster_size` above 1 a cluster of so many, along the axis
+    `CLUSTER`, takes the place of each program. `interpret` holds the interpreter's
+    parameters, None on a GPU.
     """
     operands = jax.tree.leaves(inputs)
     leaves, structure = jax.tree.flatten((inputs, outputs, scratch))
@@ -39,6 +44,8 @@ def launch(
     # Even an axis of one warpgroup costs barriers around the kernel.
     if num_warpgroups is not None:
         options |= {"num_threads": num_warpgroups, "thread_name": AXIS}
+    if cluster_size > 1:
+        options |= {"cluster": (cluster_size,), "cluster_names": (CLUSTER,)}
     parameters = {"lowering_semantics": plgpu.LoweringSemantics.Lane} | parameters
 
     def run(*refs):

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zjax_kernels.decode.product import few_rows_matmul, mosaic_gpu
+from zjax_kernels.decode.product.reference import Operands, Options
 from zjax_kernels.decode.product.tuning import Tuning, choose, num_stages
 from zjax_kernels.device import NUM_SMS
 
@@ -68,6 +69,12 @@ def xla(x, weights):
 
 
 ours = functools.partial(few_rows_matmul, implementation="mosaic_gpu")
+
+
+def tuned(x, weights, *, tuning):
+    """Ours with given sizes."""
+    operands = Operands(x, weights)
+    return mosaic_gpu.few_rows_matmul(operands, Options(), tuning=tuning)
 
 
 def follow(x: Array, out: Array) -> Array:
@@ -137,13 +144,13 @@ def show(seconds: float, num_bytes: int, copy: float) -> str:
 def tunings(rows: int, depth: int, columns: int) -> list[Tuning]:
     """Sizes of the kernel that may be fast: most of the GPU is busy, in one wave."""
     found = [choose(rows, depth, columns)]
-    for width, splits in itertools.product((64, 128, 256), (1, 2, 3, 4, 6, 8)):
+    for width, splits in itertools.product((64, 128, 256), (1, 2, 3, 4, 5, 8)):
         if columns % width:
             continue
         programs = columns // width * splits
         per_sm = min(3, -(-programs // NUM_SMS))
         for sharing in {per_sm, min(3, per_sm + 1)}:
-            stages = num_stages(rows, width, sharing)
+            stages = num_stages(rows, width, 1, splits, sharing)
             is_wave = programs <= sharing * NUM_SMS or splits == 1
             if is_wave and programs > 60 and stages > 2:
                 found.append(Tuning(width, splits, stages))
@@ -157,8 +164,7 @@ def sweep(shapes, all_rows, copy: float) -> None:
         for rows in all_rows:
             ways: dict[str, Any] = {"XLA": xla}
             for each in tunings(rows, depth, columns):
-                run = functools.partial(mosaic_gpu.few_rows_matmul, tuning=each)
-                ways[str(each)] = run
+                ways[str(each)] = functools.partial(tuned, tuning=each)
             found = time_ways(ways, rows, weights)
             print(f"{rows} rows, {depth} x {columns}, XLA {found['XLA'] * 1e6:.1f} us")
             for name in sorted(found, key=lambda name: found[name])[:6]:

@@ -1,4 +1,4 @@
-"""Products of few rows on the GPU against sums in float64."""
+"""Products of few rows on the GPU against NumPy."""
 
 import functools
 
@@ -7,35 +7,69 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kernels.decode.test_product import fused
 from tests.support.gpu import NEEDS_HOPPER
 from zjax_kernels import few_rows_matmul
 
 pytestmark = NEEDS_HOPPER
 SHAPES = [(4096, 4096), (1600, 4800), (11008, 4096), (4096, 22016), (64, 64)]
-multiply = jax.jit(functools.partial(few_rows_matmul, implementation="mosaic_gpu"))
+OPTIONS = {
+    "a norm": dict(normal=True),
+    "gates": dict(activation="swiglu"),
+    "a norm and gates": dict(normal=True, activation="geglu"),
+    "a residual": dict(adds=True),
+    "all": dict(normal=True, activation="clamped_swiglu", adds=True),
+}
 
 
-def make_case(rows, depth, columns, dtype):
-    keys = jax.random.split(jax.random.key(rows))
-    x = jax.random.normal(keys[0], (rows, depth), dtype)
-    return x, jax.random.normal(keys[1], (depth, columns), dtype)
+def make_case(rows, depth, columns, dtype, *, normal=False, activation="", adds=False):
+    keys = jax.random.split(jax.random.key(rows), 4)
+    draw = functools.partial(jax.random.normal, dtype=dtype)
+    outputs = columns // 2 if "glu" in activation else columns
+    settings = dict(
+        norm=(draw(keys[2], (depth,)), 0.1) if normal else None,
+        activation=activation,
+        residual=draw(keys[3], (rows, outputs)) if adds else None,
+    )
+    weights = draw(keys[1], (depth, columns)) * jnp.asarray(depth**-0.5, dtype)
+    return draw(keys[0], (rows, depth)), weights, settings
+
+
+def multiply(x, weights, settings):
+    @jax.jit
+    def run(x, weights):
+        return few_rows_matmul(x, weights, implementation="mosaic_gpu", **settings)
+
+    return np.float32(run(x, weights))
+
+
+def assert_computed(x, weights, settings):
+    """Compares with NumPy, and a call with another call."""
+    found = multiply(x, weights, settings)
+    np.testing.assert_array_equal(found, multiply(x, weights, settings))
+    expected = fused(np.float32(x), np.float32(weights), **settings)
+    np.testing.assert_allclose(found, expected, atol=1e-2 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("rows", [1, 3, 8, 16, 40, 64])
 @pytest.mark.parametrize(("depth", "columns"), SHAPES)
 def test_kernel_multiplies_rows_by_columns(depth, columns, rows, dtype):
-    x, weights = make_case(rows, depth, columns, dtype)
-    found, again = multiply(x, weights), multiply(x, weights)
-    np.testing.assert_array_equal(np.float32(found), np.float32(again))
-    expected = np.float32(x) @ np.float32(weights)
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(np.float32(found), expected, atol=5e-3 * scale)
+    assert_computed(*make_case(rows, depth, columns, dtype))
 
 
-def test_a_row_does_not_depend_on_other_rows():
-    x, weights = make_case(8, 4096, 4096, jnp.bfloat16)
-    found = np.float32(multiply(x, weights))
-    others = np.float32(multiply(x.at[1:].set(jnp.nan), weights))
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize(("depth", "columns"), [(4096, 4096), (1600, 8704), (256, 128)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_fused(name, depth, columns, rows):
+    """Also where programs of a cluster share a sum."""
+    assert_computed(*make_case(rows, depth, columns, jnp.bfloat16, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("normal", [False, True])
+def test_a_row_does_not_depend_on_other_rows(normal):
+    x, weights, settings = make_case(8, 4096, 4096, jnp.bfloat16, normal=normal)
+    found = multiply(x, weights, settings)
+    others = multiply(x.at[1:].set(jnp.nan), weights, settings)
     np.testing.assert_array_equal(found[0], others[0])
-    np.testing.assert_array_equal(found[:1], np.float32(multiply(x[:1], weights)))
+    np.testing.assert_array_equal(found[:1], multiply(x[:1], weights, settings))

@@ -28,6 +28,56 @@ def test_reference_multiplies_rows_by_columns():
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+def gelu(x):
+    return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+ACTIVATIONS = {
+    "": lambda total: total,
+    "gelu": gelu,
+    "swiglu": lambda gate, up: gate * sigmoid(gate) * up,
+    "geglu": lambda gate, up: gelu(gate) * up,
+    "clamped_swiglu": lambda gate, up: (
+        np.minimum(gate, 7)
+        * sigmoid(1.702 * np.minimum(gate, 7))
+        * (np.clip(up, -7, 7) + 1)
+    ),
+}
+
+
+def fused(x, weights, *, norm=None, activation="", residual=None):
+    """What the options mean, in NumPy."""
+    x, weights = np.float64(x), np.float64(weights)
+    if norm is not None:
+        scale, eps = norm
+        deviation = np.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
+        x = x / deviation * np.float64(scale)
+    parts = np.split(x @ weights, 2 if "glu" in activation else 1, axis=1)
+    total = ACTIVATIONS[activation](*parts)
+    return total if residual is None else total + np.float64(residual)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_options_are_computed_in_float32(activation, with_norm):
+    rng = np.random.default_rng(0)
+    x, weights, scale, residual = (
+        jnp.float32(rng.normal(size=shape) * 2)
+        for shape in ((3, 8), (8, 6), 8, (3, 3 if "glu" in activation else 6))
+    )
+    settings = dict(
+        norm=(scale, 0.1) if with_norm else None,
+        activation=activation,
+        residual=residual,
+    )
+    found = few_rows_matmul(x, weights, **settings)
+    np.testing.assert_allclose(found, fused(x, weights, **settings), rtol=2e-4)
+
+
 BFLOAT16 = dict(dtype=jnp.bfloat16)
 UNSUPPORTED = {
     "implementation=mosaic_gpu cannot run: it needs bfloat16 or float16 and the arrays "
@@ -36,10 +86,10 @@ UNSUPPORTED = {
     "x @ weights": ((65, 64), (64, 64), BFLOAT16),
     "implementation=mosaic_gpu cannot run: it needs 1 to 64 rows and x has 0; use "
     "x @ weights": ((0, 64), (64, 64), BFLOAT16),
-    "implementation=mosaic_gpu cannot run: it needs weights of multiples of 64, not "
-    "(64, 96); pad them": ((2, 64), (64, 96), BFLOAT16),
-    "implementation=mosaic_gpu cannot run: it needs weights of multiples of 64, not "
-    "(80, 64); pad them": ((2, 80), (80, 64), BFLOAT16),
+    "implementation=mosaic_gpu cannot run: it needs inputs and outputs in "
+    "multiples of 64, not 64 and 96; pad them": ((2, 64), (64, 96), BFLOAT16),
+    "implementation=mosaic_gpu cannot run: it needs inputs and outputs in "
+    "multiples of 64, not 80 and 64; pad them": ((2, 80), (80, 64), BFLOAT16),
 }
 
 
@@ -61,7 +111,7 @@ def test_arrays_without_a_kernel_are_told(on_hopper, caplog, text):
 def test_arrays_that_do_not_fit_are_refused():
     x, weights = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((5, 3), jnp.float32)
     with value_error(
-        "weights.shape=(5, 3) does not fit x of shape (2, 4); give 4 inputs\n"
+        "weights.shape=(5, 3) does not fit x of shape (2, 4); give (4, 3)\n"
         "weights.dtype=float32 is not the dtype of x, bfloat16; cast one"
     ):
         few_rows_matmul(x, weights)
@@ -70,8 +120,32 @@ def test_arrays_that_do_not_fit_are_refused():
         "weights.shape=(1, 5, 3) does not have 2 dims; give [K, M]"
     ):
         few_rows_matmul(x[0], weights[None])
-    with value_error("x.dtype=int32 is not of floats; cast both"):
+    with value_error("x.dtype=int32 is not of floats; cast the arrays"):
         few_rows_matmul(jnp.ones((2, 5), jnp.int32), jnp.ones((5, 3), jnp.int32))
+
+
+def test_options_that_do_not_fit_are_refused():
+    x, weights, values = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.ones((4, 6))
+    with value_error(
+        "activation=silu is not an activation; use one of gelu, swiglu, geglu, "
+        "clamped_swiglu, or none\n"
+        "norm[1]=-1.0 is below 0; use 1e-5"
+    ):
+        few_rows_matmul(x, weights, activation="silu", norm=(x[0], -1.0))
+    with value_error("weights.shape=(4, 3) has no value for each gate; give [K, 2 M]"):
+        few_rows_matmul(x, weights, activation="swiglu")
+    with value_error(
+        "norm[0].shape=(2,) does not fit x of shape (2, 4); give (4,)\n"
+        "residual.shape=(2, 6) does not fit x of shape (2, 4); give (2, 3)\n"
+        "residual.dtype=bfloat16 is not the dtype of x, float32; cast one"
+    ):
+        few_rows_matmul(
+            x,
+            values,
+            activation="geglu",
+            norm=(jnp.ones(2), 1e-5),
+            residual=jnp.ones((2, 6), jnp.bfloat16),
+        )
 
 
 def test_no_device_is_refused():

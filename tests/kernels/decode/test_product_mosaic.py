@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tests.kernels.decode.test_product import fused
 from tests.support.interpreter import InterpretGPUParams
 from tests.support.lowering import num_kernels
 from zjax_kernels import few_rows_matmul
 from zjax_kernels.decode.product import mosaic_gpu
+from zjax_kernels.decode.product.reference import ACTIVATIONS, Operands, Options
 from zjax_kernels.decode.product.tuning import Tuning, choose
 
 OLD_INTERPRETER = pytest.mark.skipif(
@@ -19,49 +21,86 @@ OLD_INTERPRETER = pytest.mark.skipif(
     reason="this JAX's interpreter cannot transpose operands",
 )
 CASES = {
-    "more steps than stages": (3, 320, 128, Tuning(width=64, splits=1, stages=2)),
-    "uneven splits": (8, 320, 64, Tuning(width=64, splits=3, stages=2)),
-    "wide tiles, rows beyond 8": (9, 128, 256, Tuning(width=128, splits=1, stages=3)),
-    "one step": (64, 64, 64, Tuning(width=64, splits=1, stages=4)),
+    "more steps than stages": dict(
+        sizes=(3, 320, 128), tuning=Tuning(width=64, splits=1, stages=2)
+    ),
+    "wide tiles, rows beyond 8": dict(
+        sizes=(9, 128, 256), tuning=Tuning(width=128, splits=1, stages=3)
+    ),
+    "one step": dict(
+        sizes=(64, 64, 64),
+        tuning=Tuning(width=64, splits=1, stages=4),
+        dtype=jnp.float16,
+    ),
+    "a norm, gates and a residual": dict(
+        sizes=(3, 192, 256),
+        tuning=Tuning(width=64, splits=1, stages=2),
+        activation="swiglu",
+        normal=True,
+        adds=True,
+    ),
+    "a norm and an activation": dict(
+        sizes=(5, 128, 128),
+        tuning=Tuning(width=128, splits=1, stages=2),
+        activation="gelu",
+        normal=True,
+    ),
 }
+INTERPRETED = CASES["more steps than stages"]["tuning"]
 
 
-def make_case(rows, depth, columns, dtype=jnp.bfloat16):
-    rng = np.random.default_rng(0)
-    shapes = (rows, depth), (depth, columns)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+def make_case(sizes, *, dtype=jnp.bfloat16, activation="", normal=False, adds=False):
+    """Operands, options, and what they make in NumPy."""
+    rng, (rows, depth, columns) = np.random.default_rng(0), sizes
+    options = Options(eps=0.1 * normal, activation=activation)
+    outputs = columns // options.num_parts
+    shapes = (rows, depth), (depth, columns), (depth,), (rows, outputs)
+    scales = 1, depth**-0.5, 1, 1
+    x, weights, norm, residual = (
+        jnp.asarray(rng.normal(size=shape) * scale, dtype)
+        for shape, scale in zip(shapes, scales, strict=True)
+    )
+    settings = dict(
+        norm=(norm, 0.1) if normal else None,
+        activation=activation,
+        residual=residual if adds else None,
+    )
+    operands = Operands(x, weights, norm if normal else None, settings["residual"])
+    return operands, options, fused(x, weights, **settings)
 
 
-def interpret(tuning, *arrays):
+def interpret(operands, options, *, tuning=INTERPRETED):
     run = functools.partial(
         mosaic_gpu.few_rows_matmul,
+        options=options,
         tuning=tuning,
         interpret=InterpretGPUParams(detect_races=True),
     )
-    return np.float32(jax.jit(run)(*arrays))
+    return np.float32(jax.jit(run)(operands))
 
 
 @OLD_INTERPRETER
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_multiplies_rows_by_columns(capfd, name):
+def test_kernel_computes_what_numpy_does(capfd, name):
     """Fails if the kernel leaves out, adds or races for anything."""
-    *sizes, tuning = CASES[name]
-    x, weights = make_case(*sizes, jnp.float16 if "one" in name else jnp.bfloat16)
-    found = interpret(tuning, x, weights)
-    expected = np.float64(x) @ np.float64(weights)
-    np.testing.assert_allclose(found, expected, rtol=8e-3, atol=2e-2)
+    settings = dict(CASES[name])
+    tuning = settings.pop("tuning")
+    operands, options, expected = make_case(**settings)
+    found = interpret(operands, options, tuning=tuning)
+    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
     assert "RACE" not in "".join(capfd.readouterr())
 
 
 @OLD_INTERPRETER
-def test_a_row_does_not_depend_on_other_rows():
+@pytest.mark.parametrize("normal", [False, True])
+def test_a_row_does_not_depend_on_other_rows(normal):
     """Fails if a row changes by a bit where others are NaN, or are not there."""
-    tuning = Tuning(width=64, splits=2, stages=2)
-    x, weights = make_case(5, 256, 64)
-    found = interpret(tuning, x, weights)
-    others = interpret(tuning, x.at[1:].set(jnp.nan), weights)
-    np.testing.assert_array_equal(found[0], others[0])
-    np.testing.assert_array_equal(found[:1], interpret(tuning, x[:1], weights))
+    operands, options, _ = make_case((5, 256, 64), normal=normal)
+    found = interpret(operands, options)
+    others = operands._replace(x=operands.x.at[1:].set(jnp.nan))
+    np.testing.assert_array_equal(found[0], interpret(others, options)[0])
+    alone = operands._replace(x=operands.x[:1])
+    np.testing.assert_array_equal(found[:1], interpret(alone, options))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 64])
@@ -75,6 +114,24 @@ def test_every_shape_lowers_for_cuda(on_hopper, rows, depth, columns):
     x = jax.ShapeDtypeStruct((rows, depth), dtype)
     weights = jax.ShapeDtypeStruct((depth, columns), dtype)
     assert num_kernels(few_rows_matmul, x, weights) == 1
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(1, 4096, 4096), (16, 11008, 8192), (64, 256, 128)]
+)
+def test_every_option_lowers_for_cuda(on_hopper, activation, rows, depth, columns):
+    """Fails if an option needs another kernel, or what Mosaic cannot do."""
+    make = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    outputs = columns // Options(activation=activation).num_parts
+
+    def run(x, weights, scale, residual):
+        return few_rows_matmul(
+            x, weights, norm=(scale, 1e-5), activation=activation, residual=residual
+        )
+
+    shapes = (rows, depth), (depth, columns), (depth,), (rows, outputs)
+    assert num_kernels(run, *map(make, shapes)) == 1
 
 
 @pytest.mark.parametrize("depth", [64, 1600, 4096, 11008])

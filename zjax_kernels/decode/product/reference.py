@@ -1,9 +1,74 @@
 """Products of few rows in jax.numpy: the specification of the kernel, on any device."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from zjax_kernels.grouped.reference import clamped_swiglu
 
-def few_rows_matmul(x: Array, weights: Array) -> Array:
-    """Multiplies rows [N, K] by weights [K, M] and sums in float32: [N, M]."""
-    return jnp.matmul(x, weights, preferred_element_type=jnp.float32).astype(x.dtype)
+Activation = Literal["", "gelu", "swiglu", "geglu", "clamped_swiglu"]
+ACTIVATIONS = get_args(Activation)
+
+
+class Operands(NamedTuple):
+    """Arrays of a product.
+
+    Args:
+        x: [N, K] rows.
+        weights: [K, M], or [K, 2 M] of gates and values.
+        norm: [K] scale of the RMS norm of the rows, or None.
+        residual: [N, M] that is added to the result, or None.
+    """
+
+    x: Array
+    weights: Array
+    norm: Array | None = None
+    residual: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static choices of a product.
+
+    Args:
+        eps: Number added to the mean square of the norm.
+        activation: Name of the activation of the product; empty is none.
+    """
+
+    eps: float = 0.0
+    activation: Activation = ""
+
+    @property
+    def num_parts(self) -> int:
+        """Equal blocks of columns in the weights: gates and values, or one."""
+        return 2 if self.activation.endswith("glu") else 1
+
+    @property
+    def activate(self) -> Callable[..., Array]:
+        """Function of the parts of a product, in float32."""
+        return {
+            "": lambda total: total,
+            "gelu": jax.nn.gelu,
+            "swiglu": lambda gate, value: jax.nn.silu(gate) * value,
+            "geglu": lambda gate, value: jax.nn.gelu(gate) * value,
+            "clamped_swiglu": clamped_swiglu,
+        }[self.activation]
+
+
+def few_rows_matmul(operands: Operands, options: Options) -> Array:
+    """Multiplies rows by weights, and sums in float32: [N, M]."""
+    x, weights, norm, residual = operands
+    if norm is not None:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.square(wide).mean(axis=1, keepdims=True)
+        wide *= jax.lax.rsqrt(mean_square + options.eps)
+        x = (wide * norm.astype(jnp.float32)[None]).astype(x.dtype)
+    total = jnp.matmul(x, weights, preferred_element_type=jnp.float32)
+    total = options.activate(*jnp.split(total, options.num_parts, axis=1))
+    if residual is not None:
+        total += residual.astype(jnp.float32)
+    return total.astype(x.dtype)

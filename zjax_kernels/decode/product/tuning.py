@@ -25,22 +25,32 @@ class Tuning:
     stages: int
 
 
+MAX_SPLITS = 8
+"""Programs of a cluster that any Hopper GPU runs."""
 _MEMORY = 224 * 1024
 """Bytes of shared memory of an SM that programs may fill."""
 
 
-def choose(rows: int, depth: int, columns: int) -> Tuning:
-    """Returns the tuning for `rows` of `depth` inputs and `columns` outputs."""
-    widths = [x for x in WIDTHS if columns % x == 0 and columns // x >= NUM_SMS]
-    width = widths[0] if widths else WIDTHS[-1]
+def choose(rows: int, depth: int, columns: int, parts: int = 1) -> Tuning:
+    """Returns the tuning for `rows` of `depth` inputs and `columns` outputs.
+
+    Each output is of `parts` columns of the weights.
+    """
+    wide = [x for x in WIDTHS if columns % x == 0 and columns // x >= NUM_SMS]
+    width = wide[0] if wide and parts == 1 else WIDTHS[-1]
     tiles = columns // width
-    splits = max(1, min(depth // DEPTH, NUM_SMS // tiles))
+    splits = max(1, min(depth // DEPTH, MAX_SPLITS, NUM_SMS // tiles))
     programs_per_sm = 1 if tiles * splits <= NUM_SMS else 2
-    return Tuning(width, splits, num_stages(rows, width, programs_per_sm))
+    stages = num_stages(rows, width, parts, splits, programs_per_sm)
+    return Tuning(width, splits, stages)
 
 
-def num_stages(rows: int, width: int, programs_per_sm: int) -> int:
+def num_stages(
+    rows: int, width: int, parts: int, splits: int, programs_per_sm: int
+) -> int:
     """Returns the stages of programs that share the memory of an SM."""
     rows = -(-rows // 8) * 8
-    left = _MEMORY // programs_per_sm - 4 * rows * width
-    return left // (2 * DEPTH * (rows + width))
+    # A result and a residual, and sums that others send.
+    others = 4 * (splits - 1) * (parts * width + DEPTH) * rows
+    left = _MEMORY // programs_per_sm - 4 * rows * width - others
+    return left // (2 * DEPTH * (rows + parts * width + 2))
