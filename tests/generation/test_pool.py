@@ -85,6 +85,9 @@ def test_a_key_stands_for_all_tokens_up_to_the_page():
     assert len(keys) == 14
     assert page_keys(range(100), 7, keys[:5]) == keys
     assert page_keys(range(34), 7) == keys[:4]
+    salted = page_keys(range(100), 7, salt=b"1")
+    assert not {*salted} & {*keys}
+    assert page_keys(range(100), 7, salted[:5], salt=b"1") == salted
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -57,7 +57,7 @@ class Device:
         self.tokens = np.full((num_pages, page_size), -1, np.int64)
         self.positions = np.full((num_pages, page_size), -1, np.int64)
         self.last = np.full(max_rows + 1, -1, np.int64)
-        self.owners = {}
+        self.owners, self.given = {}, {}
         self.rng = random.Random(0)
         self.powers = np.ones(max_length + 1, np.uint64)
         for i in range(1, max_length + 1):
@@ -71,6 +71,7 @@ class Device:
         """
         for slot, sequence in plan.admitted:
             self.last[slot], self.owners[slot] = -1, sequence
+            self.given[slot] = [*sequence.tokens]
         num_lanes, num_chunks, width = plan.size
         shape = plan.num_steps * width, num_lanes + num_chunks
         results = np.full(shape, -1, np.int64)
@@ -78,16 +79,18 @@ class Device:
         for step in range(plan.num_steps):
             live = np.flatnonzero(plan.lanes.counts > step).tolist()
             reads = [self.lane(plan, lane, step) for lane in live]
-            reads += [(slot, at, row[:n]) for row, slot, at, n, _ in prompts if n]
-            if reads:  # else all lanes are at the end
-                self.write(plan.table, reads)
+            for slot, start, count, _ in prompts:
+                if count:
+                    read = self.given[slot][start : start + count]
+                    reads.append((slot, start, read))
+            self.write(plan.table, reads)
             for lane, (slot, start, read) in zip(live, reads, strict=False):
                 for i, token in enumerate(read):
                     if i and token != self.last[slot]:
                         break  # a draft that is wrong
                     self.last[slot] = self.read(plan.table, slot, start + i + 1)
                     results[step + i, lane] = self.last[slot]
-            for chunk, (_, slot, start, count, is_last) in enumerate(prompts):
+            for chunk, (slot, start, count, is_last) in enumerate(prompts):
                 if count:
                     token = self.read(plan.table, slot, start + count)
                 if is_last:
@@ -244,15 +247,15 @@ class Loop:
     def check_arrays(self, plan):
         """Fails if an array would compile another program, or an idle lane is live."""
         assert plan.size in self.scheduler.sizes
-        assert plan.num_steps in (1, 2, 4, 8)
-        tokens, *chunks, ends = plan.chunks
+        assert plan.num_steps * plan.size.width >= plan.lanes.counts.max()
+        *chunks, ends = plan.chunks
         assert (ends.dtype, ends.shape) == (bool, (plan.size.chunks,))
-        assert tokens.shape == (plan.size.chunks, self.scheduler.chunk_size)
+        assert all(plan.chunks.counts <= self.scheduler.chunk_size)
         for part, count in ((plan.lanes, plan.size.lanes), (chunks, plan.size.chunks)):
             assert {x.shape for x in part} == {(count,)}
             slots, _, counts = part
             assert ((slots == self.rows.max_rows) == (counts == 0)).all()
-        arrays = [plan.table, tokens, *chunks, *plan.lanes]
+        arrays = [plan.table, *chunks, *plan.lanes]
         assert {x.dtype for x in arrays} == {np.dtype(np.int32)}
 
     def check_writes(self, plan, published):

@@ -44,18 +44,17 @@ class Lanes(NamedTuple):
 class Chunks(NamedTuple):
     """Prompt part of a pass: each chunk has consecutive tokens of one sequence.
 
-    A pass may have several chunks of one sequence: all write keys before any attends.
-    An unused chunk has the slot `max_rows` and count 0.
+    The device has the tokens of a slot since admission. A pass may have several chunks
+    of one sequence: all write keys before any attends. An unused chunk has the slot
+    `max_rows` and count 0.
     """
 
-    tokens: np.ndarray
-    """int32[chunks, chunk_size]; 0 behind the tokens of the chunk."""
     slots: np.ndarray
     """int32[chunks]."""
     starts: np.ndarray
     """int32[chunks], position of the first token."""
     counts: np.ndarray
-    """int32[chunks], tokens of the chunk."""
+    """int32[chunks], tokens of the chunk, up to the chunk size."""
     ends: np.ndarray
     """bool[chunks], whether the last token yields the first new token of the slot."""
 
@@ -96,7 +95,8 @@ class Plan:
         table: int32[max_rows + 1, max_pages], pages of each slot; 0, the sink, behind
             the pages of a slot and in the last row. The array is not written again, and
             is the array of the previous plan if no page has changed.
-        admitted: Slots with a new owner; the engine sets their state before the pass.
+        admitted: Slots with a new owner; the engine sets their state before the pass,
+            with all tokens that the sequence has.
         places: Places of new tokens in the results.
     """
 
@@ -120,16 +120,11 @@ def lay_lanes(tasks: List[Task], num_lanes: int, no_slot: int) -> Lanes:
     return Lanes(slots, starts, counts)
 
 
-def lay_chunks(
-    tasks: List[Task], num_chunks: int, chunk_size: int, no_slot: int
-) -> Chunks:
-    """Lays tasks and the tokens of the prompts into the arrays of a pass, in order."""
-    tokens = np.zeros((num_chunks, chunk_size), np.int32)
+def lay_chunks(tasks: List[Task], num_chunks: int, no_slot: int) -> Chunks:
+    """Lays tasks into the arrays of a pass, in order."""
     ends = np.zeros(num_chunks, bool)
-    for chunk, (sequence, _, start, num_tokens, num_new) in enumerate(tasks):
-        tokens[chunk, :num_tokens] = sequence.tokens[start : start + num_tokens]
-        ends[chunk] = num_new > 0
-    return Chunks(tokens, *lay_lanes(tasks, num_chunks, no_slot), ends)
+    ends[: len(tasks)] = [task.num_new > 0 for task in tasks]
+    return Chunks(*lay_lanes(tasks, num_chunks, no_slot), ends)
 
 
 def find_places(

@@ -136,11 +136,16 @@ class Pool:
 
 
 def page_keys(
-    tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()
+    tokens: Sequence[int],
+    page_size: int,
+    known: Sequence[bytes] = (),
+    *,
+    salt: bytes = b"",
 ) -> list[bytes]:
     """Returns a key for each full page of a text, which stands for all tokens up to it.
 
-    `known` are the keys of the first pages, which are not computed again.
+    `known` are the keys of the first pages, which are not computed again. Texts with
+    different salts have no key in common.
 
     Example:
         >>> keys = page_keys([1, 2, 3, 4, 5], page_size=2)
@@ -152,8 +157,14 @@ def page_keys(
     keys = list(known)
     for end in range((len(keys) + 1) * page_size, len(tokens) + 1, page_size):
         page = np.asarray(tokens[end - page_size : end], np.int32).tobytes()
-        previous = keys[-1] if keys else b""
-        # A wrong match would give a user the text of another: 128 bits of a
-        # cryptographic hash, where `hash` of integers has collisions by design.
-        keys.append(hashlib.blake2b(previous + page, digest_size=16).digest())
+        keys.append(_digest((keys[-1] if keys else _digest(salt)) + page))
     return keys
+
+
+def _digest(content: bytes) -> bytes:
+    """Hashes to 128 bits that nobody can make collide.
+
+    A wrong match would show one user the text of another, and `hash` of integers
+    collides by design.
+    """
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -60,8 +60,8 @@ class Scheduler:
         max_length: Most tokens of a prompt with the continuation.
         sizes: Shapes of compiled passes; one with chunks has `max_rows` lanes or more.
         chunk_size: Tokens of a chunk.
-        max_steps: Most tokens that a lane reads in a pass without chunks; a pass has a
-            power of two of steps.
+        max_steps: Most tokens that a lane reads one after another, in a pass without
+            chunks.
 
     Raises:
         ConfigError: Names a setting that no sequence could run with.
@@ -70,8 +70,8 @@ class Scheduler:
         >>> scheduler = Scheduler(Pool(8, 4), 2, 16, [Size(2, 1)], chunk_size=4)
         >>> sequence = scheduler.add(Sequence([5, 6, 7], max_new_tokens=2))
         >>> plan = scheduler.plan()
-        >>> plan.chunks.tokens.tolist(), plan.chunks.ends.tolist()
-        ([[5, 6, 7, 0]], [True])
+        >>> plan.chunks.counts.tolist(), plan.chunks.ends.tolist()
+        ([3], [True])
         >>> ahead = scheduler.plan()  # the token is on the device
         >>> ahead.lanes.starts.tolist(), ahead.lanes.counts.tolist()
         ([3, 0], [1, 0])
@@ -149,7 +149,7 @@ class Scheduler:
             size=size,
             num_steps=num_steps,
             lanes=lay_lanes(tasks, size.lanes, self.rows.max_rows),
-            chunks=lay_chunks(chunks, size.chunks, self.chunk_size, self.rows.max_rows),
+            chunks=lay_chunks(chunks, size.chunks, self.rows.max_rows),
             table=self.rows.lend_table(),
             admitted=tuple((x.slot, x) for x in admitted if x.slot is not None),
             places=find_places(tasks, chunks, size.lanes),
@@ -249,15 +249,15 @@ class Scheduler:
         """
         if any(sequence.is_streamed for sequence in lanes):
             return 1
-        num_steps = 1 << self.max_steps.bit_length() - 1
-        while num_steps > 1:
+        most = min(self.max_steps, max(sequence.num_left for sequence in lanes))
+        for num_steps in range(most, 1, -1):
             counts = [min(num_steps, sequence.num_left) for sequence in lanes]
+            if sum(counts) < _USEFUL * num_steps * len(lanes):
+                continue
             num_missing = sum(map(self.rows.num_missing, lanes, counts))
-            is_held = num_missing <= self.rows.pool.num_available
-            if is_held and sum(counts) >= _USEFUL * num_steps * len(lanes):
-                break
-            num_steps //= 2
-        return num_steps
+            if num_missing <= self.rows.pool.num_available:
+                return num_steps
+        return 1
 
     def _take_tokens(
         self, lanes: list[Sequence], num_steps: int, width: int

@@ -21,6 +21,9 @@ class Sequence:
         end_ids: Ids that end the sequence; the id itself is a generated token.
         is_streamed: Whether somebody reads each token as it comes, so that passes
             yield one token at a time.
+        salt: Everything besides the tokens that keys and values depend on: pages are
+            shared by sequences of equal salt. A model whose positions depend on the
+            length of the whole text needs one.
         request: What the caller wants to find again; the scheduler does not read it.
 
     Attributes:
@@ -50,6 +53,7 @@ class Sequence:
     max_new_tokens: int
     end_ids: abc.Set[int] = frozenset()
     is_streamed: bool = False
+    salt: bytes = b""
     request: Any = None
     tokens: list[int] = dataclasses.field(init=False)
     num_planned: int = dataclasses.field(default=0, init=False)
@@ -91,7 +95,8 @@ class Sequence:
     def keys(self, page_size: int) -> list[bytes]:
         """Returns the keys of all full pages of known tokens."""
         if len(self.tokens) // page_size > len(self._keys):
-            self._keys = page_keys(self.tokens, page_size, self._keys)
+            known = self._keys
+            self._keys = page_keys(self.tokens, page_size, known, salt=self.salt)
         return self._keys
 
     def append(self, tokens: abc.Iterable[int]) -> list[int]:
