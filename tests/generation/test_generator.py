@@ -17,6 +17,7 @@ from zjax.errors import ConfigError
 from zjax.generation.generate import generate
 from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
+from zjax.settings import schema
 
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, 29, size=n).tolist() for n in (3, 9, 1, 12, 5, 7)]
@@ -54,6 +55,42 @@ def test_greedy_texts_are_those_of_each_prompt_alone(generator):
     assert {text.finish_reason for text in texts} == {"length"}
     backwards = generator.generate(PROMPTS[::-1], Sampling(max_new_tokens=4))
     assert ids_of(backwards) == ids_of(texts)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "first", "second"),
+    [
+        # Prompt and new tokens: short then long, for 64 shared tokens of a page.
+        (
+            schema.Longrope(
+                original_length=80, short_factors=(1.0, 1.0), long_factors=(4.0, 9.0)
+            ),
+            (70, 4),
+            (70, 20),
+        ),
+        (schema.DynamicRope(factor=4.0, original_length=16), (70, 4), (110, 4)),
+    ],
+)
+def test_texts_of_other_lengths_share_no_keys_that_depend_on_length(
+    scaling, first, second
+):
+    """Fails if the keys of a short text are taken for a long text."""
+    positions = schema.Rotary(scaling=scaling)
+    config = dataclasses.replace(language.LLAMA, max_length=128, positions=positions)
+    model = language.make_language_model(config)
+    tokens = np.random.default_rng(6).integers(0, 29, size=128).tolist()
+
+    def logprobs(generator, num_given, num_new):
+        sampling = Sampling(max_new_tokens=num_new, num_logprobs=0)
+        return generator.generate([tokens[:num_given]], sampling)[0].logprobs
+
+    with Generator(model, max_rows=1) as generator:
+        alone = logprobs(generator, *second)
+    with Generator(model, max_rows=1) as generator:
+        logprobs(generator, *first)
+        np.testing.assert_allclose(logprobs(generator, *second), alone, atol=1e-5)
+        logprobs(generator, *second)
+        assert generator.metrics.scheduler.num_hit_tokens == 64  # of the equal text
 
 
 def test_drawn_texts_depend_on_seed_and_sample_alone(generator):

@@ -15,7 +15,7 @@ from zjax.generation.engine import Engine, Request
 from zjax.generation.plan import Size
 from zjax.generation.pool import Pool
 from zjax.generation.programs import CutDecoder, Passes
-from zjax.generation.prompts import longest_text, read_prompts
+from zjax.generation.prompts import longest_text, read_prompts, salt_of
 from zjax.generation.sampling import Sampling
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
@@ -126,7 +126,8 @@ def _write(
         request = Request(dataclasses.replace(sampling, seed=seed))
         ends = frozenset(sampling.end_ids or ())
         given = prompt.tolist(), sampling.max_new_tokens, ends
-        sequences.append(Sequence(*given, request=request))
+        salt = salt_of(model.config, len(prompt), sampling.max_new_tokens)
+        sequences.append(Sequence(*given, salt=salt, request=request))
         engine.scheduler.add(sequences[-1])
     collections.deque(engine.run(), maxlen=0)
     return [sequence.generated for sequence in sequences]

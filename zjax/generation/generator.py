@@ -13,7 +13,7 @@ from zjax.generation.engine import Engine, Request
 from zjax.generation.generate import StoredDecoder, stored
 from zjax.generation.loading import open_decoder
 from zjax.generation.pool import Pool
-from zjax.generation.prompts import longest_text, model_problems
+from zjax.generation.prompts import longest_text, model_problems, salt_of
 from zjax.generation.sampling import GREEDY, Sampling
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence as Sample
@@ -265,6 +265,7 @@ class Generator:
                 sampling.max_new_tokens,
                 frozenset(sampling.end_ids or ()),
                 is_streamed=is_streamed,
+                salt=salt_of(self.config, len(ids), sampling.max_new_tokens),
                 request=Request(sampling, number),
             )
             for number in range(max(sampling.num_samples, 1))

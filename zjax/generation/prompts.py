@@ -127,3 +127,25 @@ def longest_text(config: schema.Model) -> tuple[str, int]:
         name += " * model.positions.scaling.factor"
         longest = int(longest * scaling.factor)
     return (name, longest) if longest > config.max_length else row
+
+
+def salt_of(config: schema.Model, num_given: int, num_new: int) -> bytes:
+    """Names what the keys of a text depend on besides the tokens before.
+
+    Some scalings rotate all tokens by the length of the text. Texts of equal salt, with
+    `num_given` tokens in the prompt and `num_new` to come, may share pages.
+
+    Example:
+        >>> scaling = schema.DynamicRope(factor=2.0, original_length=8)
+        >>> model = schema.Model(positions=schema.Rotary(scaling=scaling))
+        >>> [salt_of(model, number, 4) for number in (3, 8, 9)]
+        [b'8', b'8', b'9']
+    """
+    positions = config.positions
+    scaling = positions.scaling if isinstance(positions, schema.Rotary) else None
+    match scaling:
+        case schema.DynamicRope():
+            return b"%d" % max(num_given, scaling.original_length)
+        case schema.Longrope():
+            return b"%d" % (num_given + num_new > scaling.original_length)
+    return b""
