@@ -1,6 +1,6 @@
 """Products of few rows, as in decoding: ours and XLA's, over a copy.
 
-python examples/benchmarks/narrow_decode.py [--quick] [--checks] [--sweep]
+python examples/benchmarks/narrow_decode.py [--quick] [--checks] [--sweep] [--codes]
 
 A program multiplies by several matrices in turn, more bytes than the L2 cache holds.
 Between two products a small operation makes the next rows depend on the last result;
@@ -9,6 +9,7 @@ rounds in which all ways take turns. Bytes are those of the weights; the copy is
 1 GiB.
 
 `--sweep` tries sizes of the kernel, and `--checks` compares with sums in float32.
+`--codes` times weights of 8 and 4 bits beside those of 16.
 """
 
 import argparse
@@ -43,7 +44,9 @@ ROWS = (1, 8, 16, 64)
 QUICK = ((4096, 12288), (4096, 4096), (11008, 4096)), (1, 16)
 LAYERS_BYTES = 400e6
 """Bytes of all matrices of a program, at least, of which the L2 cache holds 50 MB."""
-MIN_LAYERS, MAX_LAYERS = 2, 24
+MIN_LAYERS, MAX_LAYERS, MAX_CODE_LAYERS = 2, 24, 12
+GROUP = 128
+"""Inputs that share a scale."""
 
 
 def num_layers(depth: int, columns: int) -> int:
@@ -64,11 +67,26 @@ def make_rows(rows: int, depth: int) -> Array:
     return jax.random.normal(jax.random.key(1), (rows, depth), jnp.bfloat16)
 
 
+def depth_of(weights: Any) -> int:
+    """Inputs of a matrix, or of codes and scales."""
+    return weights[0].shape[1] if isinstance(weights, tuple) else weights.shape[0]
+
+
+def columns_of(weights: Any) -> int:
+    """Outputs of a matrix, or of codes and scales."""
+    return weights[0].shape[0] if isinstance(weights, tuple) else weights.shape[1]
+
+
 def xla(x, weights):
     return x @ weights
 
 
 ours = functools.partial(few_rows_matmul, implementation="mosaic_gpu")
+
+
+def ours_of_codes(x, weights):
+    codes, scales = weights
+    return ours(x, codes, scales=scales)
 
 
 def tuned(x, weights, *, tuning):
@@ -83,7 +101,7 @@ def follow(x: Array, out: Array) -> Array:
     return lax.optimization_barrier((x + out[:, :1]) * jnp.bfloat16(0.5))
 
 
-def compile_layers(multiply: Callable[..., Array], x: Array, weights: list[Array]):
+def compile_layers(multiply: Callable[..., Array], x: Array, weights: list[Any]):
     """A call of a program of all layers, one after another."""
     layer = jax.jit(multiply)  # traced once for all layers
 
@@ -95,9 +113,9 @@ def compile_layers(multiply: Callable[..., Array], x: Array, weights: list[Array
     return functools.partial(jax.jit(run).lower(x, weights).compile(), x, weights)
 
 
-def compile_rest(x: Array, weights: list[Array]) -> Callable[[], Array]:
+def compile_rest(x: Array, weights: list[Any]) -> Callable[[], Array]:
     """A call of a program of what is between the products."""
-    outs = [jnp.ones((len(x), each.shape[1]), x.dtype) for each in weights]
+    outs = [jnp.ones((len(x), columns_of(each)), x.dtype) for each in weights]
 
     def run(x, outs):
         for out in outs:
@@ -107,9 +125,9 @@ def compile_rest(x: Array, weights: list[Array]) -> Callable[[], Array]:
     return functools.partial(jax.jit(run).lower(x, outs).compile(), x, outs)
 
 
-def time_ways(ways, rows: int, weights: list[Array]) -> dict[str, float]:
+def time_ways(ways, rows: int, weights: list[Any]) -> dict[str, float]:
     """Seconds of a product, of each way that runs."""
-    x = make_rows(rows, weights[0].shape[0])
+    x = make_rows(rows, depth_of(weights[0]))
     calls: dict[str, Callable[[], Any]] = {"rest": compile_rest(x, weights)}
     for name, multiply in ways.items():
         try:
@@ -137,6 +155,35 @@ def compare(shapes, all_rows, copy: float) -> None:
     Console(width=160).print(table)
 
 
+def make_codes(dtype: Any, depth: int, columns: int) -> list[tuple[Array, Array]]:
+    """Codes and scales of groups, transposed as the kernel takes them."""
+    bits = jax.random.bits(jax.random.key(0), (columns, depth), jnp.uint8)
+    codes = lax.bitcast_convert_type(bits, jnp.int8)
+    codes = codes if dtype == jnp.int8 else (codes >> 4).astype(dtype)
+    scales = jnp.full((depth // GROUP, columns), depth**-0.5 / 100, jnp.bfloat16)
+    layers = max(2, min(MAX_CODE_LAYERS, int(LAYERS_BYTES // (depth * columns))))
+    return [(codes + jnp.asarray(n, dtype), scales) for n in range(layers)]
+
+
+def compare_codes(shapes, all_rows, copy: float) -> None:
+    """Prints the time of weights of 16, 8 and 4 bits, and the ratio to 16."""
+    table = Table("K x M", "rows", "16 bits", "8 bits", "4 bits", "16 / 8", "16 / 4")
+    for (depth, columns), rows in itertools.product(shapes, all_rows):
+        if depth % 256:
+            continue
+        weights = make_weights(depth, columns)
+        found = [time_ways({"ours": ours}, rows, weights)["ours"]]
+        cells = [show(found[0], weights[0].nbytes, copy)]
+        for dtype, share in ((jnp.int8, 2), (jnp.int4, 4)):
+            codes = make_codes(dtype, depth, columns)
+            times = time_ways({"ours": ours_of_codes}, rows, codes)
+            found.append(times.get("ours", float("nan")))
+            cells.append(show(found[-1], weights[0].nbytes // share, copy))
+        ratios = [f"{found[0] / each:.2f}" for each in found[1:]]
+        table.add_row(f"{depth} x {columns}", str(rows), *cells, *ratios)
+    Console(width=160).print(table)
+
+
 def show(seconds: float, num_bytes: int, copy: float) -> str:
     return f"{seconds * 1e6:.1f} us, {num_bytes / seconds / copy:.1%}"
 
@@ -150,7 +197,7 @@ def tunings(rows: int, depth: int, columns: int) -> list[Tuning]:
         programs = columns // width * splits
         per_sm = min(3, -(-programs // NUM_SMS))
         for sharing in {per_sm, min(3, per_sm + 1)}:
-            stages = num_stages(rows, width, 1, splits, sharing)
+            stages = num_stages(rows, width, splits, sharing)
             is_wave = programs <= sharing * NUM_SMS or splits == 1
             if is_wave and programs > 60 and stages > 2:
                 found.append(Tuning(width, splits, stages))
@@ -189,13 +236,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--checks", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--codes", action="store_true")
     given = parser.parse_args()
     shapes, rows = QUICK if given.quick else (SHAPES, ROWS)
     if given.checks:
         check(shapes, rows)
     copy = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}: a copy at {copy / 1e12:.2f} TB/s")
-    (sweep if given.sweep else compare)(shapes, rows, copy)
+    show_all = compare_codes if given.codes else sweep if given.sweep else compare
+    show_all(shapes, rows, copy)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,14 @@ from zjax_kernels import few_rows_matmul
 
 pytestmark = NEEDS_HOPPER
 SHAPES = [(4096, 4096), (1600, 4800), (11008, 4096), (4096, 22016), (64, 64)]
+CODES = {
+    "8 bits": dict(codes=jnp.int8),
+    "4 bits": dict(codes=jnp.int4),
+    "8 bits, all": dict(codes=jnp.int8, normal=True, activation="swiglu", adds=True),
+    "4 bits, all": dict(
+        codes=jnp.int4, normal=True, activation="geglu", adds=True, group=64
+    ),
+}
 OPTIONS = {
     "a norm": dict(normal=True),
     "gates": dict(activation="swiglu"),
@@ -22,8 +30,19 @@ OPTIONS = {
 }
 
 
-def make_case(rows, depth, columns, dtype, *, normal=False, activation="", adds=False):
-    keys = jax.random.split(jax.random.key(rows), 4)
+def make_case(
+    rows,
+    depth,
+    columns,
+    dtype=jnp.bfloat16,
+    *,
+    normal=False,
+    activation="",
+    adds=False,
+    codes=None,
+    group=128,
+):
+    keys = jax.random.split(jax.random.key(rows), 5)
     draw = functools.partial(jax.random.normal, dtype=dtype)
     outputs = columns // 2 if "glu" in activation else columns
     settings = dict(
@@ -32,6 +51,12 @@ def make_case(rows, depth, columns, dtype, *, normal=False, activation="", adds=
         residual=draw(keys[3], (rows, outputs)) if adds else None,
     )
     weights = draw(keys[1], (depth, columns)) * jnp.asarray(depth**-0.5, dtype)
+    if codes is not None:
+        last = int(jnp.iinfo(codes).max)
+        shape = depth // group, columns
+        weights = jax.random.randint(keys[1], (columns, depth), -last - 1, last + 1)
+        weights = weights.astype(codes)
+        settings["scales"] = jax.random.uniform(keys[4], shape) / last * depth**-0.5
     return draw(keys[0], (rows, depth)), weights, settings
 
 
@@ -47,7 +72,7 @@ def assert_computed(x, weights, settings):
     """Compares with NumPy, and a call with another call."""
     found = multiply(x, weights, settings)
     np.testing.assert_array_equal(found, multiply(x, weights, settings))
-    expected = fused(np.float32(x), np.float32(weights), **settings)
+    expected = fused(x, weights.astype(jnp.float32), **settings)
     np.testing.assert_allclose(found, expected, atol=1e-2 * np.abs(expected).max())
 
 
@@ -64,6 +89,15 @@ def test_kernel_multiplies_rows_by_columns(depth, columns, rows, dtype):
 def test_options_are_fused(name, depth, columns, rows):
     """Also where programs of a cluster share a sum."""
     assert_computed(*make_case(rows, depth, columns, jnp.bfloat16, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(4096, 4096), (11008, 4096), (4096, 22016), (256, 128)]
+)
+@pytest.mark.parametrize("name", CODES)
+def test_codes_are_widened(name, depth, columns, rows):
+    assert_computed(*make_case(rows, depth, columns, **CODES[name]))
 
 
 @pytest.mark.parametrize("normal", [False, True])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.refusals import value_error
+from zjax.ops.weights import quantize
 from zjax_kernels import device, few_rows_matmul
 
 
@@ -49,9 +50,12 @@ ACTIVATIONS = {
 }
 
 
-def fused(x, weights, *, norm=None, activation="", residual=None):
+def fused(x, weights, *, scales=None, norm=None, activation="", residual=None):
     """What the options mean, in NumPy."""
     x, weights = np.float64(x), np.float64(weights)
+    if scales is not None:
+        groups = np.repeat(np.float64(scales), x.shape[1] // len(scales), axis=0)
+        weights = weights.T * groups
     if norm is not None:
         scale, eps = norm
         deviation = np.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
@@ -59,6 +63,25 @@ def fused(x, weights, *, norm=None, activation="", residual=None):
     parts = np.split(x @ weights, 2 if "glu" in activation else 1, axis=1)
     total = ACTIVATIONS[activation](*parts)
     return total if residual is None else total + np.float64(residual)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+def test_codes_are_transposed_and_scaled_by_groups(dtype):
+    rng = np.random.default_rng(0)
+    codes = jnp.asarray(rng.integers(-7, 8, size=(6, 8)), dtype)
+    x, scales = (jnp.float32(rng.normal(size=shape)) for shape in ((3, 8), (2, 6)))
+    found = few_rows_matmul(x, codes, scales=scales, activation="swiglu")
+    expected = fused(x, codes, scales=scales, activation="swiglu")
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_codes_of_qlora_are_those_of_the_product():
+    """Fails if codes of a trained matrix need other scales than they have."""
+    weights = jax.random.normal(jax.random.key(0), (32, 6))
+    codes, scales = quantize(weights, 0, 8, "int8")
+    x = jax.random.normal(jax.random.key(1), (2, 32))
+    found = few_rows_matmul(x, codes.T, scales=scales)
+    np.testing.assert_allclose(found, x @ weights, atol=0.05)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -78,34 +101,55 @@ def test_options_are_computed_in_float32(activation, with_norm):
     np.testing.assert_allclose(found, fused(x, weights, **settings), rtol=2e-4)
 
 
-BFLOAT16 = dict(dtype=jnp.bfloat16)
 UNSUPPORTED = {
-    "implementation=mosaic_gpu cannot run: it needs bfloat16 or float16 and the arrays "
-    "are float32; cast them": ((2, 64), (64, 64), dict(dtype=jnp.float32)),
-    "implementation=mosaic_gpu cannot run: it needs 1 to 64 rows and x has 65; use "
-    "x @ weights": ((65, 64), (64, 64), BFLOAT16),
-    "implementation=mosaic_gpu cannot run: it needs 1 to 64 rows and x has 0; use "
-    "x @ weights": ((0, 64), (64, 64), BFLOAT16),
-    "implementation=mosaic_gpu cannot run: it needs inputs and outputs in "
-    "multiples of 64, not 64 and 96; pad them": ((2, 64), (64, 96), BFLOAT16),
-    "implementation=mosaic_gpu cannot run: it needs inputs and outputs in "
-    "multiples of 64, not 80 and 64; pad them": ((2, 80), (80, 64), BFLOAT16),
+    "it needs bfloat16 or float16 rows and x is float32; cast it": dict(
+        dtype=jnp.float32
+    ),
+    "it needs 1 to 64 rows and x has 65; use x @ weights": dict(rows=65),
+    "it needs 1 to 64 rows and x has 0; use x @ weights": dict(rows=0),
+    "it needs multiples of 64 inputs and 64 outputs, not 64 and 96; pad them": dict(
+        columns=96
+    ),
+    "it needs multiples of 64 inputs and 64 outputs, not 80 and 64; pad them": dict(
+        depth=80
+    ),
+    "it needs multiples of 128 inputs and 64 outputs, not 64 and 64; pad them": dict(
+        codes=jnp.int8, group=64
+    ),
+    "it needs multiples of 256 inputs and 64 outputs, not 128 and 64; pad them": dict(
+        depth=128, codes=jnp.int4, group=64
+    ),
+    "it needs bfloat16 rows and x is float16; cast it": dict(
+        depth=128, codes=jnp.int8, group=64, dtype=jnp.float16
+    ),
+    "it needs groups of 64 or 128 inputs, not 32; quantise again": dict(
+        depth=128, codes=jnp.int8, group=32
+    ),
 }
 
 
 @pytest.mark.parametrize("text", UNSUPPORTED)
 def test_arrays_without_a_kernel_are_told(on_hopper, caplog, text):
     """`auto` takes the reference and logs the problem; `mosaic_gpu` refuses."""
-    *shapes, settings = UNSUPPORTED[text]
-    x, weights = (jnp.ones(shape, **settings) for shape in shapes)
-    with value_error(f"{text}, or use implementation='reference'"):
-        few_rows_matmul(x, weights, implementation="mosaic_gpu")
+    case = dict(rows=2, depth=64, columns=64, dtype=jnp.bfloat16, group=0)
+    case |= UNSUPPORTED[text]
+    rows, depth, columns = case["rows"], case["depth"], case["columns"]
+    x, scales = jnp.ones((rows, depth), case["dtype"]), None
+    weights = jnp.ones((depth, columns), case["dtype"])
+    if case["group"]:
+        weights = jnp.ones((columns, depth), case["codes"])
+        scales = jnp.ones((depth // case["group"], columns))
+    with value_error(
+        f"implementation=mosaic_gpu cannot run: {text}, or use "
+        "implementation='reference'"
+    ):
+        few_rows_matmul(x, weights, scales=scales, implementation="mosaic_gpu")
     device._log_choice.cache_clear()
     with caplog.at_level(logging.WARNING, "zjax_kernels"):
-        found = few_rows_matmul(x, weights)
-    problem = text.split("run: ")[1].split(";")[0]
+        found = few_rows_matmul(x, weights, scales=scales)
+    problem = text.split(";")[0]
     assert caplog.messages == [f"product of few rows: reference ({problem})"]
-    np.testing.assert_array_equal(np.float32(found), shapes[0][1])
+    np.testing.assert_array_equal(np.float32(found), depth)
 
 
 def test_arrays_that_do_not_fit_are_refused():
@@ -132,7 +176,9 @@ def test_options_that_do_not_fit_are_refused():
         "norm[1]=-1.0 is below 0; use 1e-5"
     ):
         few_rows_matmul(x, weights, activation="silu", norm=(x[0], -1.0))
-    with value_error("weights.shape=(4, 3) has no value for each gate; give [K, 2 M]"):
+    with value_error(
+        "weights.shape=(4, 3) has no value for each gate; give twice the outputs"
+    ):
         few_rows_matmul(x, weights, activation="swiglu")
     with value_error(
         "norm[0].shape=(2,) does not fit x of shape (2, 4); give (4,)\n"
@@ -146,6 +192,22 @@ def test_options_that_do_not_fit_are_refused():
             norm=(jnp.ones(2), 1e-5),
             residual=jnp.ones((2, 6), jnp.bfloat16),
         )
+
+
+def test_scales_that_do_not_fit_are_refused():
+    x, codes = jnp.ones((2, 8)), jnp.ones((6, 8), jnp.int8)
+    with value_error(
+        "weights.shape=(6, 8) does not fit x of shape (2, 4); give (6, 4)\n"
+        "scales.shape=(3, 6) does not scale codes of shape (6, 8); give (4 / group, 6)"
+    ):
+        few_rows_matmul(x[:, :4], codes, scales=jnp.ones((3, 6)))
+    with value_error("scales.shape=(6,) does not have 2 dims; give [K / group, M]"):
+        few_rows_matmul(x, codes, scales=jnp.ones(6))
+    with value_error(
+        "weights.dtype=float32 is not of codes; use int8 or int4\n"
+        "scales.dtype=int32 is not of floats; cast them"
+    ):
+        few_rows_matmul(x, jnp.ones((6, 8)), scales=jnp.ones((2, 6), jnp.int32))
 
 
 def test_no_device_is_refused():

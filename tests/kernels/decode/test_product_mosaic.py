@@ -1,6 +1,7 @@
 """The GPU kernel of products: run by the interpreter, and lowered for CUDA."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from tests.support.lowering import num_kernels
 from zjax_kernels import few_rows_matmul
 from zjax_kernels.decode.product import mosaic_gpu
 from zjax_kernels.decode.product.reference import ACTIVATIONS, Operands, Options
-from zjax_kernels.decode.product.tuning import Tuning, choose
+from zjax_kernels.decode.product.tuning import Tuning, choose, step_depth
 
 OLD_INTERPRETER = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
@@ -46,10 +47,32 @@ CASES = {
         normal=True,
     ),
 }
+CASES |= {
+    "codes of 8 bits": dict(
+        sizes=(3, 384, 128), tuning=Tuning(64, splits=1, stages=2), codes=jnp.int8
+    ),
+    "codes of 4 bits, a norm, gates": dict(
+        sizes=(9, 512, 128),
+        tuning=Tuning(64, splits=1, stages=2),
+        codes=jnp.int4,
+        group=128,
+        activation="swiglu",
+        normal=True,
+    ),
+}
 INTERPRETED = CASES["more steps than stages"]["tuning"]
 
 
-def make_case(sizes, *, dtype=jnp.bfloat16, activation="", normal=False, adds=False):
+def make_case(
+    sizes,
+    *,
+    dtype=jnp.bfloat16,
+    activation="",
+    normal=False,
+    adds=False,
+    codes=None,
+    group=64,
+):
     """Operands, options, and what they make in NumPy."""
     rng, (rows, depth, columns) = np.random.default_rng(0), sizes
     options = Options(eps=0.1 * normal, activation=activation)
@@ -60,13 +83,27 @@ def make_case(sizes, *, dtype=jnp.bfloat16, activation="", normal=False, adds=Fa
         jnp.asarray(rng.normal(size=shape) * scale, dtype)
         for shape, scale in zip(shapes, scales, strict=True)
     )
-    settings = dict(
-        norm=(norm, 0.1) if normal else None,
-        activation=activation,
+    operands = Operands(
+        x,
+        weights,
+        norm=norm if normal else None,
         residual=residual if adds else None,
     )
-    operands = Operands(x, weights, norm if normal else None, settings["residual"])
-    return operands, options, fused(x, weights, **settings)
+    if codes is not None:
+        weights = rng.integers(-8, 8, size=(columns, depth))
+        scales = rng.uniform(0.01, 0.02, size=(depth // group, columns))
+        operands = operands._replace(
+            weights=jnp.asarray(weights, codes), scales=jnp.float32(scales)
+        )
+    expected = fused(
+        x,
+        operands.weights,
+        scales=operands.scales,
+        norm=(norm, 0.1) if normal else None,
+        activation=activation,
+        residual=operands.residual,
+    )
+    return operands, options, expected
 
 
 def interpret(operands, options, *, tuning=INTERPRETED):
@@ -134,10 +171,36 @@ def test_every_option_lowers_for_cuda(on_hopper, activation, rows, depth, column
     assert num_kernels(run, *map(make, shapes)) == 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "group", "activation"),
+    [
+        (1, 4096, 4096, 128, ""),
+        (8, 4096, 22016, 64, "swiglu"),
+        (64, 11008, 4096, 128, ""),
+    ],
+)
+def test_codes_lower_for_cuda(
+    on_hopper, rows, depth, columns, group, activation, dtype
+):
+    x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
+    codes = jax.ShapeDtypeStruct((columns, depth), dtype)
+    scales = jax.ShapeDtypeStruct((depth // group, columns), jnp.bfloat16)
+
+    def run(x, codes, scales):
+        norm = x[0], 1e-5
+        return few_rows_matmul(
+            x, codes, scales=scales, norm=norm, activation=activation
+        )
+
+    assert num_kernels(run, x, codes, scales) == 1
+
+
 @pytest.mark.parametrize("depth", [64, 1600, 4096, 11008])
 @pytest.mark.parametrize("columns", [64, 4096, 4800, 22016, 128256])
 def test_tunings_fill_the_device(depth, columns):
-    tuning = choose(1, depth, columns)
-    assert columns % tuning.width == 0
-    assert 1 <= tuning.splits <= depth // 64
-    assert tuning.stages >= 4
+    for rows, dtype in itertools.product((1, 64), (jnp.bfloat16, jnp.int8, jnp.int4)):
+        tuning = choose(rows, depth, columns, dtype=dtype)
+        assert columns % tuning.width == 0
+        assert 1 <= tuning.splits <= max(1, depth // step_depth(dtype))
+        assert tuning.stages >= 4

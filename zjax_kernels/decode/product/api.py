@@ -1,5 +1,6 @@
 """Products of few rows: checks and choice of implementation."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from zjax_kernels.decode.product.reference import (
     Operands,
     Options,
 )
-from zjax_kernels.decode.product.tuning import DEPTH
+from zjax_kernels.decode.product.tuning import CHUNK, step_depth
 from zjax_kernels.device import (
     DTYPES,
     choose_implementation,
@@ -23,12 +24,17 @@ from zjax_kernels.device import (
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 MAX_ROWS = 64
 """Rows that the kernel takes; with more, a product is not bound by memory."""
+CODES = ("int8", "int4")
+"""Dtypes of codes."""
+GROUPS = (64, 128)
+"""Inputs that share a scale, in the kernel."""
 
 
 def few_rows_matmul(
     x: Array,
     weights: Array,
     *,
+    scales: Array | None = None,
     norm: tuple[Array, float] | None = None,
     activation: Activation = "",
     residual: Array | None = None,
@@ -42,15 +48,19 @@ def few_rows_matmul(
     Args:
         x: [N, K] rows.
         weights: [K, M] matrix in the dtype of `x`; [K, 2 M], gates before values, for
-            an activation with gates.
+            an activation with gates. With `scales`, codes transposed: int8 or int4
+            [M, K] or [2 M, K].
+        scales: [K / group, M] or [K / group, 2 M] floats, by which the sums of each
+            group of inputs are multiplied, or None.
         norm: Scale [K] and number added to the mean square, at least 0, of an RMS norm
             of the rows before the product, or None.
         activation: `gelu` (with tanh), or with gates `swiglu`, `geglu` or
             `clamped_swiglu`, of the product in float32; empty is none.
         residual: [N, M] in the dtype of `x`, added to the result, or None.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, 1 to 64 rows, K and
-            M multiples of 64), `reference` (anywhere, any sharding), or `auto`:
-            `mosaic_gpu` where possible, logged once.
+            M multiples of 64; for codes bfloat16 rows, K a multiple of 128, for int4 of
+            256, and groups of 64 or 128), `reference` (anywhere, any sharding), or
+            `auto`: `mosaic_gpu` where possible, logged once.
 
     Returns:
         [N, M] in the dtype of `x`, summed in float32. There is no gradient rule.
@@ -68,15 +78,15 @@ def few_rows_matmul(
         Osama et al., Stream-K (arXiv:2301.03598), on splits of the summed dim.
     """
     scale, eps = (None, 0.0) if norm is None else norm
-    operands = Operands(x, weights, scale, residual)
+    operands = Operands(x, weights, scales, scale, residual)
     options = Options(eps=float(eps), activation=activation)
     _check(operands, options)
     problem, remedy = _obstacle(operands, options)
-    rows, (depth, columns) = len(x), weights.shape
+    rows, depth = x.shape
     chosen = choose_implementation(
         implementation,
         "product of few rows",
-        f"{x.dtype.name}, {rows} x {depth} x {columns}",
+        f"{weights.dtype.name}, {rows} x {depth} x {operands.columns}",
         problem=problem,
         remedy=remedy,
     )
@@ -86,23 +96,31 @@ def few_rows_matmul(
 
 def _obstacle(operands: Operands, options: Options) -> tuple[str, str]:
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
-    x, (depth, columns) = operands.x, operands.weights.shape
-    if x.dtype.name not in DTYPES:
-        problem = f"it needs {' or '.join(DTYPES)} and the arrays are {x.dtype.name}"
-        return problem, "cast them"
+    x, weights, scales, *_ = operands
+    dtypes = DTYPES if scales is None else DTYPES[:1]
+    if x.dtype.name not in dtypes:
+        problem = f"it needs {' or '.join(dtypes)} rows and x is {x.dtype.name}"
+        return problem, "cast it"
     if not 1 <= len(x) <= MAX_ROWS:
         problem = f"it needs 1 to {MAX_ROWS} rows and x has {len(x)}"
         return problem, "use x @ weights"
-    columns //= options.num_parts
-    if depth % DEPTH or columns % DEPTH or not depth * columns:
-        problem = f"it needs inputs and outputs in multiples of {DEPTH}, not {depth} "
-        return f"{problem}and {columns}", "pad them"
+    depth, columns = x.shape[1], operands.columns // options.num_parts
+    step = step_depth(weights.dtype)
+    if depth % step or columns % CHUNK or not depth * columns:
+        problem = (
+            f"it needs multiples of {step} inputs and {CHUNK} outputs, not {depth}"
+        )
+        return f"{problem} and {columns}", "pad them"
+    if scales is not None and depth // len(scales) not in GROUPS:
+        known = " or ".join(map(str, GROUPS))
+        problem = f"it needs groups of {known} inputs, not {depth // len(scales)}"
+        return problem, "quantise again"
     return "", ""
 
 
 def _check(operands: Operands, options: Options) -> None:
     """Refuses arrays that do not fit one another, and unknown activations."""
-    x, weights, norm, residual = operands
+    x, weights, scales, *_ = operands
     problems = []
     if options.activation not in ACTIVATIONS:
         remedy = f"use one of {', '.join(filter(None, ACTIVATIONS))}, or none"
@@ -110,28 +128,57 @@ def _check(operands: Operands, options: Options) -> None:
         problems.append(describe("activation", options.activation, problem, remedy))
     if options.eps < 0:
         problems.append(describe("norm[1]", options.eps, "is below 0", "use 1e-5"))
-    for name, array, form in (("x", x, "[N, K]"), ("weights", weights, "[K, M]")):
+    form = "[K, M]" if scales is None else "[M, K]"
+    arrays = {"x": (x, "[N, K]"), "weights": (weights, form)}
+    if scales is not None:
+        arrays["scales"] = scales, "[K / group, M]"
+    for name, (array, form) in arrays.items():
         if array.ndim != 2:
             problem, remedy = "does not have 2 dims", f"give {form}"
             problems.append(describe(f"{name}.shape", array.shape, problem, remedy))
     refuse(problems)
-    if weights.shape[1] % options.num_parts:
-        problem, remedy = "has no value for each gate", "give [K, 2 M]"
-        problems.append(describe("weights.shape", weights.shape, problem, remedy))
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        problem, remedy = "is not of floats", "cast the arrays"
-        problems.append(describe("x.dtype", x.dtype, problem, remedy))
-    columns = weights.shape[1] // options.num_parts
+    refuse([*_shape_problems(operands, options), *_dtype_problems(operands)])
+
+
+def _shape_problems(operands: Operands, options: Options) -> Iterator[str]:
+    """Yields operands that do not fit x."""
+    x, weights, scales, norm, residual = operands
+    (rows, depth), columns = x.shape, operands.columns
+    if columns % options.num_parts:
+        problem, remedy = "has no value for each gate", "give twice the outputs"
+        yield describe("weights.shape", weights.shape, problem, remedy)
     fitting = {
-        "weights": (weights, (x.shape[1], *weights.shape[1:])),
-        "norm[0]": (norm, x.shape[1:]),
-        "residual": (residual, (len(x), columns)),
+        "weights": (weights, (depth, columns) if scales is None else (columns, depth)),
+        "norm[0]": (norm, (depth,)),
+        "residual": (residual, (rows, columns // options.num_parts)),
     }
     for name, (array, shape) in fitting.items():
         if array is not None and array.shape != shape:
             problem, remedy = f"does not fit x of shape {x.shape}", f"give {shape}"
-            problems.append(describe(f"{name}.shape", array.shape, problem, remedy))
-        if name != "norm[0]" and array is not None and array.dtype != x.dtype:
+            yield describe(f"{name}.shape", array.shape, problem, remedy)
+    if scales is not None:
+        groups, outputs = scales.shape
+        if outputs != columns or not groups or depth % groups:
+            problem = f"does not scale codes of shape {weights.shape}"
+            remedy = f"give ({depth} / group, {columns})"
+            yield describe("scales.shape", scales.shape, problem, remedy)
+
+
+def _dtype_problems(operands: Operands) -> Iterator[str]:
+    """Yields operands of unusable dtypes."""
+    x, weights, scales, _, residual = operands
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        yield describe("x.dtype", x.dtype, "is not of floats", "cast the arrays")
+    same = {"weights": weights if scales is None else None, "residual": residual}
+    for name, array in same.items():
+        if array is not None and array.dtype != x.dtype:
             problem = f"is not the dtype of x, {x.dtype}"
-            problems.append(describe(f"{name}.dtype", array.dtype, problem, "cast one"))
-    refuse(problems)
+            yield describe(f"{name}.dtype", array.dtype, problem, "cast one")
+    if scales is not None:
+        if weights.dtype.name not in CODES:
+            known = " or ".join(CODES)
+            problem, remedy = "is not of codes", f"use {known}"
+            yield describe("weights.dtype", weights.dtype, problem, remedy)
+        if not jnp.issubdtype(scales.dtype, jnp.floating):
+            problem, remedy = "is not of floats", "cast them"
+            yield describe("scales.dtype", scales.dtype, problem, remedy)

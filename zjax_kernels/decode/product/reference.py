@@ -19,15 +19,23 @@ class Operands(NamedTuple):
 
     Args:
         x: [N, K] rows.
-        weights: [K, M], or [K, 2 M] of gates and values.
+        weights: [K, M], or [K, 2 M] of gates and values; with scales, codes transposed:
+            [M, K] or [2 M, K].
+        scales: [K / group, M] or [K / group, 2 M] scales of codes, or None.
         norm: [K] scale of the RMS norm of the rows, or None.
         residual: [N, M] that is added to the result, or None.
     """
 
     x: Array
     weights: Array
+    scales: Array | None = None
     norm: Array | None = None
     residual: Array | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix."""
+        return self.weights.shape[1 if self.scales is None else 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +69,25 @@ class Options:
 
 def few_rows_matmul(operands: Operands, options: Options) -> Array:
     """Multiplies rows by weights, and sums in float32: [N, M]."""
-    x, weights, norm, residual = operands
+    x, weights, scales, norm, residual = operands
     if norm is not None:
         wide = x.astype(jnp.float32)
         mean_square = jnp.square(wide).mean(axis=1, keepdims=True)
         wide *= jax.lax.rsqrt(mean_square + options.eps)
         x = (wide * norm.astype(jnp.float32)[None]).astype(x.dtype)
-    total = jnp.matmul(x, weights, preferred_element_type=jnp.float32)
+    if scales is None:
+        total = jnp.matmul(x, weights, preferred_element_type=jnp.float32)
+    else:
+        total = _multiply_codes(x, weights, scales)
     total = options.activate(*jnp.split(total, options.num_parts, axis=1))
     if residual is not None:
         total += residual.astype(jnp.float32)
     return total.astype(x.dtype)
+
+
+def _multiply_codes(x: Array, codes: Array, scales: Array) -> Array:
+    """Sums each group of channels, scales the sums and adds them: float32[N, M]."""
+    x = x.reshape(len(x), len(scales), -1)
+    codes = codes.astype(x.dtype).reshape(len(codes), *x.shape[1:])
+    sums = jnp.einsum("ngk,mgk->ngm", x, codes, preferred_element_type=jnp.float32)
+    return (sums * scales.astype(jnp.float32)[None]).sum(axis=1)

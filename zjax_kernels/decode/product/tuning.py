@@ -1,13 +1,22 @@
 """Tuning of the kernel of products of few rows: a rule measured on the H200."""
 
 import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
 
 from zjax_kernels.device import NUM_SMS
 
-DEPTH = 64
-"""Contracted channels of a step: 128 bytes, the width of the swizzle."""
+CHUNK = 64
+"""Channels of 128 bytes, the width of the swizzle."""
 WIDTHS = (128, 64)
 """Output channels of a program, preferred first."""
+MAX_SPLITS = 8
+"""Programs of a cluster that any Hopper GPU runs."""
+_MEMORY = 224 * 1024
+"""Bytes of shared memory of an SM that programs may fill."""
+_MIN_STAGES = 4
+"""Stages below which fewer programs share an SM."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +24,7 @@ class Tuning:
     """Sizes that set how fast the kernel runs.
 
     Args:
-        width: Output channels of a program, a multiple of 64.
+        width: Output channels of a program, a multiple of 64; 64 for codes.
         splits: Programs that share the contracted channels of a tile, 1 or more.
         stages: Steps of weights in shared memory at a time, 2 or more.
     """
@@ -25,32 +34,78 @@ class Tuning:
     stages: int
 
 
-MAX_SPLITS = 8
-"""Programs of a cluster that any Hopper GPU runs."""
-_MEMORY = 224 * 1024
-"""Bytes of shared memory of an SM that programs may fill."""
+def num_bits(dtype: Any) -> int:
+    """Returns the bits of a number of a dtype.
+
+    Example:
+        >>> [num_bits(dtype) for dtype in (jnp.bfloat16, jnp.int8, jnp.int4)]
+        [16, 8, 4]
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits
 
 
-def choose(rows: int, depth: int, columns: int, parts: int = 1) -> Tuning:
+def step_depth(dtype: Any) -> int:
+    """Returns the contracted channels of a step: 128 bytes of weights."""
+    return 1024 // num_bits(dtype)
+
+
+def choose(
+    rows: int, depth: int, columns: int, *, parts: int = 1, dtype: Any = jnp.bfloat16
+) -> Tuning:
     """Returns the tuning for `rows` of `depth` inputs and `columns` outputs.
 
-    Each output is of `parts` columns of the weights.
+    Each output is of `parts` columns of the weights, which have a `dtype`.
     """
+    has_codes = num_bits(dtype) < 16
     wide = [x for x in WIDTHS if columns % x == 0 and columns // x >= NUM_SMS]
-    width = wide[0] if wide and parts == 1 else WIDTHS[-1]
-    tiles = columns // width
-    splits = max(1, min(depth // DEPTH, MAX_SPLITS, NUM_SMS // tiles))
-    programs_per_sm = 1 if tiles * splits <= NUM_SMS else 2
-    stages = num_stages(rows, width, parts, splits, programs_per_sm)
-    return Tuning(width, splits, stages)
+    width = wide[0] if wide and parts == 1 and not has_codes else WIDTHS[-1]
+    tiles, tuning = columns // width, None
+    # With codes, a program widens some while the others wait for theirs.
+    most = 3 if has_codes else 2 if tiles > NUM_SMS else 1
+    for programs_per_sm in range(most, 0, -1):
+        # A quarter of the memory holds sums that others send.
+        sent = 4 * _sent_bytes(rows, width, parts)
+        splits = max(
+            1,
+            min(
+                programs_per_sm * NUM_SMS // tiles,
+                depth // step_depth(dtype),
+                1 + _MEMORY // programs_per_sm // sent,
+                MAX_SPLITS,
+            ),
+        )
+        stages = num_stages(
+            rows, width, splits, programs_per_sm, parts=parts, dtype=dtype
+        )
+        tuning = Tuning(width, splits, stages)
+        if stages >= _MIN_STAGES:
+            break
+    assert tuning is not None
+    return tuning
 
 
 def num_stages(
-    rows: int, width: int, parts: int, splits: int, programs_per_sm: int
+    rows: int,
+    width: int,
+    splits: int,
+    programs_per_sm: int,
+    *,
+    parts: int = 1,
+    dtype: Any = jnp.bfloat16,
 ) -> int:
     """Returns the stages of programs that share the memory of an SM."""
-    rows = -(-rows // 8) * 8
+    rows, depth, bits = -(-rows // 8) * 8, step_depth(dtype), num_bits(dtype)
     # A result and a residual, and sums that others send.
-    others = 4 * (splits - 1) * (parts * width + DEPTH) * rows
-    left = _MEMORY // programs_per_sm - 4 * rows * width - others
-    return left // (2 * DEPTH * (rows + parts * width + 2))
+    fixed = 4 * rows * width + (splits - 1) * _sent_bytes(rows, width, parts)
+    # Rows, scales of a norm, weights, and scales of groups of 64 channels.
+    stage = 2 * depth * rows + 4 * depth + parts * width * depth * bits // 8
+    if bits < 16:
+        stage += 4 * parts * width * depth // CHUNK
+    return (_MEMORY // programs_per_sm - fixed) // stage
+
+
+def _sent_bytes(rows: int, width: int, parts: int) -> int:
+    """Returns the bytes of the sums of a program, with squares of a norm."""
+    return 4 * -(-rows // 8) * 8 * (parts * width + CHUNK)

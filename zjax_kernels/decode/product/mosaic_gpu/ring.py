@@ -1,0 +1,113 @@
+"""Copies of operands into a ring of stages, some steps ahead of the products."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.decode.product.mosaic_gpu.memory import Memory, Place, Sizes
+from zjax_kernels.decode.product.tuning import CHUNK
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import Arithmetic, index, per_row
+
+PAIRS = plgpu.Layout.WGMMA_TRANSPOSED
+"""Layout of matrices in registers, by pairs of channels that lie side by side."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Stages of shared memory, which hold the operands of some steps.
+
+    Args:
+        sizes: Static sizes.
+        place: What the program multiplies.
+        operands: `Operands` of references to global memory.
+        memory: Shared memory.
+        arithmetic: Operations on registers.
+    """
+
+    sizes: Sizes
+    place: Place
+    operands: Any
+    memory: Memory
+    arithmetic: Arithmetic
+
+    def fill(self) -> None:
+        """Starts the copies of the first steps."""
+        for step in range(self.sizes.tuning.stages):
+            self.copy(index(step))
+
+    def channels(self, part: int = 0) -> Any:
+        """Returns the output channels of the program, in a block of the weights."""
+        first = self.place.start + part * self.sizes.columns
+        return pl.ds(first, self.sizes.tuning.width)
+
+    def copy(self, step: Array) -> None:
+        """Starts to copy the operands of a step, if the step exists."""
+        sizes, memory, stage = self.sizes, self.memory, self.stage(step)
+        first = (self.place.first + step) * sizes.step
+
+        @pl.when(step < self.place.num_steps)
+        def _():
+            ready = memory.ready.at[stage]
+            for part in range(sizes.parts):
+                source = self.operands.weights.at[self.weights(part, first)]
+                plgpu.copy_gmem_to_smem(source, memory.weights.at[stage, part], ready)
+                if sizes.groups:
+                    groups = lax.div(first, index(sizes.step // sizes.groups))
+                    place = pl.ds(groups, sizes.groups), self.channels(part)
+                    target = memory.scales.at[stage, part]
+                    plgpu.copy_gmem_to_smem(
+                        self.operands.scales.at[place], target, ready
+                    )
+            for chunk in range(sizes.chunks):
+                # What other rows of the tile hold stays in columns that nobody stores.
+                target = memory.x.by_rows.at[stage, chunk, pl.ds(0, sizes.rows)]
+                deep = pl.ds(first + chunk * CHUNK, CHUNK)
+                plgpu.copy_gmem_to_smem(self.operands.x.at[:, deep], target, ready)
+            if memory.norm is not None:
+                source = self.operands.norm.at[pl.ds(first, sizes.step)]
+                plgpu.copy_gmem_to_smem(source, memory.norm.at[stage], ready)
+
+    def weights(self, part: int, first: Array) -> tuple[Any, ...]:
+        """Returns the place of the weights of a step, in a block of the matrix."""
+        place = pl.ds(first, self.sizes.step), self.channels(part)
+        return place[::-1] if self.sizes.groups else place
+
+    def stage(self, step: Array) -> Array:
+        """Returns the stage of a step."""
+        return lax.rem(step, index(self.sizes.tuning.stages))
+
+    def wait(self, step: Array, squares: Array | None) -> tuple[Array, Array | None]:
+        """Waits for the operands of a step; returns the stage, and squares of a norm.
+
+        Rows are scaled by channel, in place, and the squares of the rows are added. The
+        deviation divides the product in the end: it needs the whole rows.
+        """
+        stage = self.stage(step)
+        plgpu.barrier_wait(self.memory.ready.at[stage])
+        if squares is None:
+            return stage, None
+        for chunk in range(self.sizes.chunks):
+            rows, norm = self.rows(stage, chunk), self.memory.norm.at[stage]
+            wide = self.arithmetic.load(rows, PAIRS, optimized=False)
+            wide = wide.astype(jnp.float32)
+            scale = norm.at[pl.ds(chunk * CHUNK, CHUNK)]
+            scale = self.arithmetic.load(scale, PAIRS.reduce(1), optimized=False)
+            scaled = wide * per_row(scale.astype(jnp.float32), wide.shape)
+            rows[...] = scaled.astype(rows.dtype)
+            squares += wide * wide
+        plgpu.commit_smem()  # tensor cores must see the writes of registers
+        return stage, squares
+
+    def rows(self, stage: Array, chunk: int) -> Any:
+        """Returns a chunk of the rows, transposed: [CHUNK, padded rows]."""
+        return self.memory.x.tiled.at[stage, chunk].transpose((1, 0))
+
+    def no_squares(self) -> Array | None:
+        """Returns sums of squares before the first step, or None without a norm."""
+        if self.memory.norm is None:
+            return None
+        return self.arithmetic.full((CHUNK, self.sizes.padded_rows), 0.0, PAIRS)

@@ -1,0 +1,100 @@
+"""Sums of a program over steps: of weights, or of codes that are widened."""
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.decode.product.mosaic_gpu.ring import Ring
+from zjax_kernels.decode.product.tuning import CHUNK, num_bits
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import ACC, ROWS, index, per_row
+
+
+class Sums(NamedTuple):
+    """What a program sums.
+
+    Args:
+        parts: float32[width, padded rows] transposed product with each matrix.
+        squares: float32[CHUNK, padded rows] squares of the rows, over all steps, or
+            None without a norm.
+    """
+
+    parts: list[Array]
+    squares: Array | None
+
+
+def multiply(ring: Ring) -> Sums:
+    """Sums the products of the steps of a program."""
+    return (_multiply_codes if ring.sizes.groups else _multiply_weights)(ring)
+
+
+def _multiply_weights(ring: Ring) -> Sums:
+    """Sums products of weights in shared memory."""
+    sizes = ring.sizes
+
+    def accumulate(*totals):
+        def add(step, squares):
+            stage, squares = ring.wait(step, squares)
+            for part, total in enumerate(totals):
+                weights = ring.memory.weights.at[stage, part].transpose((1, 0))
+                plgpu.wgmma(total, weights, ring.rows(stage, 0))
+            # Products of the step before are done: the stage is free.
+            plgpu.wgmma_wait(len(totals))
+            pl.when(step > 0)(lambda: ring.copy(step - 1 + sizes.tuning.stages))
+            return squares
+
+        squares = lax.fori_loop(0, ring.place.num_steps, add, ring.no_squares())
+        return [total[...] for total in totals], squares
+
+    accumulators = [ACC(sizes.sum_shape, jnp.float32)] * sizes.parts
+    return Sums(*pl.run_scoped(accumulate, *accumulators))
+
+
+def _multiply_codes(ring: Ring) -> Sums:
+    """Sums products of codes; the sum of each group is scaled in float32."""
+    sizes, full = ring.sizes, ring.arithmetic.full
+    zero = full(sizes.sum_shape, 0.0, plgpu.Layout.WGMMA)
+
+    def add(step, sums):
+        stage, squares = ring.wait(step, sums.squares)
+        parts = [
+            total + _product_of_codes(ring, stage, part)
+            for part, total in enumerate(sums.parts)
+        ]
+        # Codes are in registers and products are done: the stage is free.
+        ring.copy(step + index(sizes.tuning.stages))
+        return Sums(parts, squares)
+
+    start = Sums([zero] * sizes.parts, ring.no_squares())
+    return lax.fori_loop(0, ring.place.num_steps, add, start)
+
+
+def _product_of_codes(ring: Ring, stage: Array, part: int) -> Array:
+    """Returns the product of a step with the codes of a part."""
+    sizes, memory, arithmetic = ring.sizes, ring.memory, ring.arithmetic
+    codes = memory.weights.at[stage, part]
+    narrow = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
+    layout = narrow[num_bits(codes.dtype)]
+    weights = arithmetic.load(codes, layout, optimized=False)
+    weights = arithmetic.layout_cast(weights, plgpu.Layout.WGMMA)
+    weights = weights.astype(memory.x.tiled.dtype)
+    pairs = [
+        (weights[:, chunk * CHUNK : (chunk + 1) * CHUNK], ring.rows(stage, chunk))
+        for chunk in range(sizes.chunks)
+    ]
+    per_group = sizes.chunks // sizes.groups
+    groups = [pairs[n : n + per_group] for n in range(0, sizes.chunks, per_group)]
+    # Before the products: behind them, the stage is free.
+    scales = [
+        arithmetic.load(memory.scales.at[stage, part, group], ROWS, optimized=False)
+        for group in range(sizes.groups)
+    ]
+    scaled = [
+        each * per_row(scale.astype(jnp.float32), each.shape)
+        for each, scale in zip(arithmetic.products(*groups), scales, strict=True)
+    ]
+    return functools.reduce(operator.add, scaled)
