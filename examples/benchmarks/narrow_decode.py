@@ -1,6 +1,7 @@
 """Products of few rows, as in decoding: ours and XLA's, over a copy.
 
 python examples/benchmarks/narrow_decode.py [--quick] [--checks] [--sweep] [--codes]
+python examples/benchmarks/narrow_decode.py --blocks
 
 A program multiplies by several matrices in turn, more bytes than the L2 cache holds.
 Between two products a small operation makes the next rows depend on the last result;
@@ -9,7 +10,8 @@ rounds in which all ways take turns. Bytes are those of the weights; the copy is
 1 GiB.
 
 `--sweep` tries sizes of the kernel, and `--checks` compares with sums in float32.
-`--codes` times weights of 8 and 4 bits beside those of 16.
+`--codes` times weights of 8 and 4 bits beside those of 16. `--blocks` times all products
+of blocks of a 7B Llama, with norms, gates and residuals.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from jax import Array, lax
 from rich.console import Console
 from rich.table import Table
 
-from zjax_kernels.decode.product import few_rows_matmul, mosaic_gpu
+from zjax_kernels import few_rows_matmul, rms_norm
+from zjax_kernels.decode.product import mosaic_gpu
 from zjax_kernels.decode.product.reference import Operands, Options
 from zjax_kernels.decode.product.tuning import Tuning, choose, num_stages
 from zjax_kernels.device import NUM_SMS
@@ -41,6 +44,9 @@ SHAPES = (
     (4352, 1600),
 )
 ROWS = (1, 8, 16, 64)
+BLOCK_SHAPES = (4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096)
+BLOCK_DTYPES = jnp.bfloat16, jnp.int8, jnp.int4
+EPS = 1e-5
 QUICK = ((4096, 12288), (4096, 4096), (11008, 4096)), (1, 16)
 LAYERS_BYTES = 400e6
 """Bytes of all matrices of a program, at least, of which the L2 cache holds 50 MB."""
@@ -159,10 +165,10 @@ def make_codes(dtype: Any, depth: int, columns: int) -> list[tuple[Array, Array]
     """Codes and scales of groups, transposed as the kernel takes them."""
     bits = jax.random.bits(jax.random.key(0), (columns, depth), jnp.uint8)
     codes = lax.bitcast_convert_type(bits, jnp.int8)
-    codes = codes if dtype == jnp.int8 else (codes >> 4).astype(dtype)
+    shift = 8 - jnp.iinfo(dtype).bits
     scales = jnp.full((depth // GROUP, columns), depth**-0.5 / 100, jnp.bfloat16)
     layers = max(2, min(MAX_CODE_LAYERS, int(LAYERS_BYTES // (depth * columns))))
-    return [(codes + jnp.asarray(n, dtype), scales) for n in range(layers)]
+    return [((codes + n >> shift).astype(dtype), scales) for n in range(layers)]
 
 
 def compare_codes(shapes, all_rows, copy: float) -> None:
@@ -182,6 +188,80 @@ def compare_codes(shapes, all_rows, copy: float) -> None:
         ratios = [f"{found[0] / each:.2f}" for each in found[1:]]
         table.add_row(f"{depth} x {columns}", str(rows), *cells, *ratios)
     Console(width=160).print(table)
+
+
+def block(x, weights, multiply):
+    """The products of a block of Llama; attention is a slice."""
+    qkv, out, gate_up, down, norm = weights
+    attended = multiply(x, qkv, norm=(norm, EPS))[:, : x.shape[1]]
+    x = multiply(attended, out, residual=x)
+    hidden = multiply(x, gate_up, norm=(norm, EPS), activation="swiglu")
+    return multiply(hidden, down, residual=x)
+
+
+def fused(x, weights, **settings):
+    if isinstance(weights, tuple):
+        weights, settings["scales"] = weights
+    return ours(x, weights, **settings)
+
+
+def unfused(x, weights, *, norm=None, activation="", residual=None):
+    """What XLA makes of the operations."""
+    if norm is not None:
+        x = rms_norm(x, norm[0], eps=norm[1], implementation="reference")
+    x = x @ weights
+    if activation:
+        gate, up = jnp.split(x, 2, axis=1)
+        x = jax.nn.silu(gate) * up
+    return x if residual is None else x + residual
+
+
+def make_block(dtype: Any) -> list[tuple[Any, ...]]:
+    """Weights of some blocks."""
+    depth = BLOCK_SHAPES[0][0]
+    products = [
+        (
+            make_weights
+            if dtype == jnp.bfloat16
+            else functools.partial(make_codes, dtype)
+        )(*shape)[:2]
+        for shape in BLOCK_SHAPES
+    ]
+    blocks = list(zip(*products, strict=True))
+    return [(*each, jnp.ones(depth, jnp.bfloat16)) for each in blocks]
+
+
+def compare_blocks(all_rows, copy: float) -> None:
+    """Prints the time of the products of a block, and the bandwidth over a copy's."""
+    weights = {dtype.__name__: make_block(dtype) for dtype in BLOCK_DTYPES}
+    table = Table("rows", "XLA", *weights)
+    for rows in all_rows:
+        x = make_rows(rows, BLOCK_SHAPES[0][0])
+        calls = {"XLA": compile_blocks(unfused, x, weights["bfloat16"])}
+        for name, blocks in weights.items():
+            calls[name] = compile_blocks(fused, x, blocks)
+        cells = []
+        for name, seconds in time_in_turn(calls).items():
+            blocks = weights["bfloat16" if name == "XLA" else name]
+            cells.append(show(seconds / len(blocks), block_bytes(name), copy))
+        table.add_row(str(rows), *cells)
+    Console(width=160).print(table)
+
+
+def block_bytes(name: str) -> int:
+    bits = {"int8": 8, "int4": 4}.get(name, 16)
+    return sum(bits * depth * columns // 8 for depth, columns in BLOCK_SHAPES)
+
+
+def compile_blocks(multiply, x, blocks):
+    """A call of a program of all blocks, one after another."""
+
+    def run(x, blocks):
+        for each in blocks:
+            x = block(x, each, multiply)
+        return x
+
+    return functools.partial(jax.jit(run).lower(x, blocks).compile(), x, blocks)
 
 
 def show(seconds: float, num_bytes: int, copy: float) -> str:
@@ -237,12 +317,16 @@ def main() -> None:
     parser.add_argument("--checks", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--codes", action="store_true")
+    parser.add_argument("--blocks", action="store_true")
     given = parser.parse_args()
     shapes, rows = QUICK if given.quick else (SHAPES, ROWS)
     if given.checks:
         check(shapes, rows)
     copy = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}: a copy at {copy / 1e12:.2f} TB/s")
+    if given.blocks:
+        compare_blocks(rows, copy)
+        return
     show_all = compare_codes if given.codes else sweep if given.sweep else compare
     show_all(shapes, rows, copy)
 
