@@ -10,8 +10,8 @@ rounds in which all ways take turns. Bytes are those of the weights; the copy is
 1 GiB.
 
 `--sweep` tries sizes of the kernel, and `--checks` compares with sums in float32.
-`--codes` times weights of 8 and 4 bits beside those of 16. `--blocks` times all products
-of blocks of a 7B Llama, with norms, gates and residuals.
+`--codes` times weights of 8 and 4 bits beside those of 16. `--blocks` times products of
+blocks of a 7B Llama, with norms, gates and residuals.
 """
 
 import argparse
