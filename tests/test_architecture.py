@@ -18,7 +18,7 @@ FLOORS = (
     ("weights", "replicas"),
     ("checkpoint", "offload", "observe", "estimate"),
     ("generation",),
-    ("run", "huggingface"),
+    ("run", "huggingface", "serve"),
     ("cli", "__main__"),
 )
 WITHIN = (

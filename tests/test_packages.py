@@ -26,6 +26,7 @@ from zjax.checkpoint.store import Store
 from zjax.config import load_config, shipped
 from zjax.data import chat, documents, tokenizer, wrap_batches
 from zjax.errors import ConfigError
+from zjax.generation.generator import Generator
 from zjax.observe import check_sinks, plot
 from zjax.observe.sinks import TensorBoard
 from zjax.ops.rotary import rotate
@@ -33,6 +34,11 @@ from zjax.ops.weights import dequantize
 from zjax.processes.host import pinnable_bytes
 from zjax.run.harness import evaluate_with_harness
 from zjax.run.trainer import Trainer
+from zjax.serve import Settings
+from zjax.serve.app import make_app
+from zjax.serve.metrics import ServerMetrics
+from zjax.serve.server import Server
+from zjax.serve.service import Service
 from zjax.settings import schema
 
 STEP = """
@@ -118,11 +124,14 @@ USES = {
     "lm_eval": lambda path: evaluate_with_harness(object.__new__(Trainer), []),
     "matplotlib": lambda path: plot.make_figure(1, 1),
     "orbax": lambda path: Store(str(path)),
+    "prometheus_client": lambda path: ServerMetrics(dict),
     "pyarrow": lambda path: [*documents.read_documents(path / "a.parquet", "text")],
     "qwix": lambda path: dequantize(jnp.int8([[1]]), jnp.ones((1, 1))),
     "safetensors": lambda path: load_weights(str(path), {}),
+    "starlette": lambda path: make_app(object.__new__(Service)),
     "tensorboardX": TensorBoard,
     "tokenizers": lambda path: tokenizer.train_bpe([], 258),
+    "uvicorn": lambda path: Server(object.__new__(Generator), Settings()),
 }
 
 

@@ -117,11 +117,14 @@ NEEDED_FOR = {
     "lm_eval": "tasks of the evaluation harness",
     "matplotlib": "pictures",
     "orbax": "checkpoints",
+    "prometheus_client": "servers of texts",
     "pyarrow": "Parquet and Arrow files",
     "qwix": "matrices of int8 and int4",
     "safetensors": "safetensors files",
+    "starlette": "servers of texts",
     "tensorboardX": "event files of TensorBoard",
     "tokenizers": "vocabularies of byte pairs",
+    "uvicorn": "servers of texts",
 }
 """Feature that needs each optional package, by import name."""
 _DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}

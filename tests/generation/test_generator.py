@@ -149,6 +149,19 @@ def test_a_ticket_that_is_cancelled_leaves_nothing(generator):
     assert (served.num_running, served.num_waiting, served.num_live_pages) == (0, 0, 0)
 
 
+def test_a_loop_that_ends_before_its_texts_ends_nothing_else(generator):
+    """Fails if news for an event loop that is closed end the engine."""
+
+    async def leave():
+        ticket = generator.submit([1, 2], Sampling(max_new_tokens=14))
+        async for _ in ticket:
+            return
+
+    for _ in range(3):
+        asyncio.run(leave())
+        assert generator.generate([[3]], Sampling(max_new_tokens=2))
+
+
 def test_texts_are_the_same_where_pages_run_out():
     """Fails if a row that gives its pages to an older one goes on with other keys."""
     prompts = [(np.arange(40) % 29).tolist()[i:] for i in range(4)]

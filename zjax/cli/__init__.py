@@ -1,1 +1,1 @@
-"""Commands of `zjax`: train, plan, bench, tune, generate, evaluate, export, convert."""
+"""Commands of `zjax`: train, plan, tune, generate, serve, evaluate, export and more."""

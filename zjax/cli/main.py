@@ -15,6 +15,7 @@ from absl import app, flags, logging
 from zjax import data, processes
 from zjax.cli import commands, data_commands
 from zjax.cli.data_commands import MAX_PROCESSES
+from zjax.cli.serving import SERVE
 from zjax.cli.tune import MAX_TRIALS, tune
 from zjax.cli.usage import (
     HELP_WORDS,
@@ -369,6 +370,7 @@ COMMANDS = {
     "bench": BENCH,
     "tune": TUNE,
     "generate": commands.GENERATE,
+    "serve": SERVE,
     "evaluate": EVALUATE,
     "data prepare": data_commands.PREPARE,
     "data analyze": data_commands.ANALYZE,

@@ -8,6 +8,7 @@ import numpy as np
 
 from zjax.data.conversations import Conversation
 from zjax.data.prompts import Given, Prompts, as_talk, describe_prompt
+from zjax.data.tokenizer import Tokenizer
 from zjax.errors import ConfigError, Problem
 from zjax.generation.engine import Engine, Request
 from zjax.generation.generate import StoredDecoder, stored
@@ -130,8 +131,13 @@ class Generator:
         return self._worker.served
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer of texts; None where ids are taken and given."""
+        return self._prompts.tokenizer if self._prompts else None
+
+    @property
     def _end_ids(self) -> tuple[int, ...]:
-        return self._prompts.tokenizer.end_ids if self._prompts else ()
+        return self.tokenizer.end_ids if self.tokenizer else ()
 
     def generate(
         self, prompts: Iterable[Given], sampling: Sampling = GREEDY

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import NamedTuple
@@ -73,8 +74,14 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Waits for news as `__iter__` does, without blocking the event loop."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            # The loop may be closed, with texts on the way that nobody reads.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(changed.set)
+
         with self._changed:
-            self._wake = lambda: loop.call_soon_threadsafe(changed.set)
+            self._wake = wake
         while self._num_open:
             with self._changed:
                 changed.clear()

@@ -1,0 +1,125 @@
+"""Answers: texts of one request as one reply, or as a stream of chunks."""
+
+import asyncio
+import collections
+
+from zjax.generation.tickets import Delta
+from zjax.serve.exchange import EVENTS, Exchange, write_event
+from zjax.serve.outbox import Outbox
+from zjax.serve.refusals import Refusal
+from zjax.serve.replies import Choice, Piece, Reply, count_usage, join
+from zjax.serve.requests import Asked
+from zjax.serve.service import Active, Endpoint, Service, cancel_all
+
+_DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Answer:
+    """The answer to one request, with texts on the way.
+
+    Args:
+        service: Service that reads the texts.
+        endpoint: Endpoint of the request.
+        active: The request.
+        asked: The request, as it was read.
+    """
+
+    def __init__(
+        self, service: Service, endpoint: Endpoint, active: Active, asked: Asked
+    ):
+        self._service, self._active, self._asked = service, active, asked
+        has_logprobs = asked.sampling.num_logprobs is not None
+        name = service.settings.served_name
+        self._reply = Reply(endpoint.form, name, has_logprobs=has_logprobs)
+        self._num_samples = asked.sampling.num_samples
+        self._choices = [
+            Choice(
+                index,
+                service.tokenizer,
+                active.tickets[index // self._num_samples].prompt_ids,
+                has_logprobs=has_logprobs,
+            )
+            for index in range(len(asked.prompts) * self._num_samples)
+        ]
+
+    async def send(self, exchange: Exchange) -> None:
+        """Sends the answer."""
+        if self._asked.is_streamed:
+            await self._stream(exchange)
+            return
+        pieces = collections.defaultdict[int, list[Piece]](list)
+
+        def take(number: int, delta: Delta) -> None:
+            piece = self._piece(number, delta)
+            pieces[piece.choice].append(piece)
+
+        await self._service.read(self._active, take)
+        texts = [
+            join(pieces[choice.index], self._start_of(choice.index))
+            for choice in self._choices
+        ]
+        await exchange.reply(200, self._reply.whole(texts, self._usage()))
+
+    async def _stream(self, exchange: Exchange) -> None:
+        """Sends news as they come; ends the request if too much is not read."""
+        outbox = Outbox(self._service.settings.max_unread_bytes)
+        filling = asyncio.ensure_future(self._fill(outbox))
+        try:
+            await exchange.begin(200, EVENTS, _STREAM_HEADERS)
+            while data := await outbox.take():
+                await exchange.write(data)
+            await filling
+        finally:
+            filling.cancel()
+        await exchange.write(_DONE, is_last=True)
+
+    async def _fill(self, outbox: Outbox) -> None:
+        """Writes all chunks into an outbox."""
+
+        def write(value: dict | None, usage: dict | None = None) -> None:
+            if value is None:
+                return
+            if self._asked.has_usage:
+                value = value | {"usage": usage}
+            if not outbox.put(write_event(value)):
+                message = "the stream was not read fast enough; read it as it comes"
+                # The client is told when it reads on; the texts end now.
+                cancel_all(self._active.tickets)
+                raise Refusal(429, message, code="slow_reader")
+
+        def take(number: int, delta: Delta) -> None:
+            piece = self._piece(number, delta)
+            if piece.text or piece.tokens or piece.finish_reason:
+                write(self._reply.chunk(piece))
+
+        try:
+            for choice in self._choices:
+                write(self._reply.first(choice.index))
+                if start := self._start_of(choice.index):
+                    write(self._reply.chunk(Piece(choice.index, start, [])))
+            await self._service.read(self._active, take)
+            if self._asked.has_usage:
+                usage = self._usage()
+                write(self._reply.last(usage), usage)
+        finally:
+            outbox.close()
+
+    def _piece(self, number: int, delta: Delta) -> Piece:
+        """Reads the news of one text of a ticket."""
+        return self._choices[number * self._num_samples + delta.sample].read(delta)
+
+    def _start_of(self, index: int) -> str:
+        """Returns the text with which a text of the reply begins."""
+        if not self._asked.echoes:
+            return ""
+        number = index // self._num_samples
+        prompt = self._asked.prompts[number]
+        if isinstance(prompt, str):
+            return prompt
+        return self._service.tokenizer.decode(self._active.tickets[number].prompt_ids)
+
+    def _usage(self) -> dict[str, int]:
+        """Counts the tokens of prompts and texts."""
+        num_read = sum(len(ticket.prompt_ids) for ticket in self._active.tickets)
+        return count_usage(num_read, sum(x.num_tokens for x in self._choices))
