@@ -36,17 +36,18 @@ class Ring:
 
     def fill(self) -> None:
         """Starts the copies of the first steps."""
-        for step in range(self.sizes.tuning.stages):
-            self.copy(index(step))
+        # A loop: short programs would wait for the instructions of many copies.
+        stages = index(self.sizes.tuning.stages)
+        lax.fori_loop(0, stages, lambda step, _: self.copy(step, step), None)
 
     def channels(self, part: int = 0) -> Any:
         """Returns the output channels of the program, in a block of the weights."""
         first = self.place.start + part * self.sizes.columns
         return pl.ds(first, self.sizes.tuning.width)
 
-    def copy(self, step: Array) -> None:
-        """Starts to copy the operands of a step, if the step exists."""
-        sizes, memory, stage = self.sizes, self.memory, self.stage(step)
+    def copy(self, step: Array, stage: Array) -> None:
+        """Starts to copy the operands of a step into a stage, if the step exists."""
+        sizes, memory = self.sizes, self.memory
         first = (self.place.first + step) * sizes.step
 
         @pl.when(step < self.place.num_steps)
@@ -76,20 +77,22 @@ class Ring:
         place = pl.ds(first, self.sizes.step), self.channels(part)
         return place[::-1] if self.sizes.groups else place
 
-    def stage(self, step: Array) -> Array:
-        """Returns the stage of a step."""
-        return lax.rem(step, index(self.sizes.tuning.stages))
+    def move(self, stage: Array, by: int) -> Array:
+        """Returns the stage of the next step (1), or of the step before (-1)."""
+        # Cheaper than a remainder of the step, which each step would wait for.
+        last = index(self.sizes.tuning.stages - 1)
+        end, start = (last, index(0)) if by > 0 else (index(0), last)
+        return jnp.where(stage == end, start, stage + index(by))
 
-    def wait(self, step: Array, squares: Array | None) -> tuple[Array, Array | None]:
-        """Waits for the operands of a step; returns the stage, and squares of a norm.
+    def wait(self, stage: Array, squares: Array | None) -> Array | None:
+        """Waits for the operands of a step; returns the sums of squares of a norm.
 
         Rows are scaled by channel, in place, and the squares of the rows are added. The
         deviation divides the product in the end: it needs the whole rows.
         """
-        stage = self.stage(step)
         plgpu.barrier_wait(self.memory.ready.at[stage])
         if squares is None:
-            return stage, None
+            return None
         for chunk in range(self.sizes.chunks):
             rows, norm = self.rows(stage, chunk), self.memory.norm.at[stage]
             wide = self.arithmetic.load(rows, PAIRS, optimized=False)
@@ -100,7 +103,7 @@ class Ring:
             rows[...] = scaled.astype(rows.dtype)
             squares += wide * wide
         plgpu.commit_smem()  # tensor cores must see the writes of registers
-        return stage, squares
+        return squares
 
     def rows(self, stage: Array, chunk: int) -> Any:
         """Returns a chunk of the rows, transposed: [CHUNK, padded rows]."""

@@ -37,17 +37,20 @@ def _multiply_weights(ring: Ring) -> Sums:
     sizes = ring.sizes
 
     def accumulate(*totals):
-        def add(step, squares):
-            stage, squares = ring.wait(step, squares)
+        def add(step, carry):
+            stage, squares = carry
+            squares = ring.wait(stage, squares)
             for part, total in enumerate(totals):
                 weights = ring.memory.weights.at[stage, part].transpose((1, 0))
                 plgpu.wgmma(total, weights, ring.rows(stage, 0))
             # Products of the step before are done: the stage is free.
             plgpu.wgmma_wait(len(totals))
-            pl.when(step > 0)(lambda: ring.copy(step - 1 + sizes.tuning.stages))
-            return squares
+            following, before = step - 1 + sizes.tuning.stages, ring.move(stage, -1)
+            pl.when(step > 0)(lambda: ring.copy(following, before))
+            return ring.move(stage, 1), squares
 
-        squares = lax.fori_loop(0, ring.place.num_steps, add, ring.no_squares())
+        start = index(0), ring.no_squares()
+        _, squares = lax.fori_loop(0, ring.place.num_steps, add, start)
         return [total[...] for total in totals], squares
 
     accumulators = [ACC(sizes.sum_shape, jnp.float32)] * sizes.parts
@@ -59,18 +62,19 @@ def _multiply_codes(ring: Ring) -> Sums:
     sizes, full = ring.sizes, ring.arithmetic.full
     zero = full(sizes.sum_shape, 0.0, plgpu.Layout.WGMMA)
 
-    def add(step, sums):
-        stage, squares = ring.wait(step, sums.squares)
+    def add(step, carry):
+        stage, sums = carry
+        squares = ring.wait(stage, sums.squares)
         parts = [
             total + _product_of_codes(ring, stage, part)
             for part, total in enumerate(sums.parts)
         ]
         # Codes are in registers and products are done: the stage is free.
-        ring.copy(step + index(sizes.tuning.stages))
-        return Sums(parts, squares)
+        ring.copy(step + index(sizes.tuning.stages), stage)
+        return ring.move(stage, 1), Sums(parts, squares)
 
-    start = Sums([zero] * sizes.parts, ring.no_squares())
-    return lax.fori_loop(0, ring.place.num_steps, add, start)
+    start = index(0), Sums([zero] * sizes.parts, ring.no_squares())
+    return lax.fori_loop(0, ring.place.num_steps, add, start)[1]
 
 
 def _product_of_codes(ring: Ring, stage: Array, part: int) -> Array:
