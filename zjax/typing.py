@@ -151,6 +151,9 @@ class Continuation:
     `caches` has one entry per layer of the block."""
     num_layers: tuple[int, ...]
     """Layers of a block, for each segment."""
+    lay: tuple[Callable[[Params], Params], ...]
+    """For each segment, a function from the parameters of a block in the stack to the
+    parameters that `blocks` takes."""
     score: Callable[..., Any]
     """`score(params, carry) -> float32[N, V]`: logits of the next token, from the
     parameters of the head."""

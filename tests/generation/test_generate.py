@@ -31,6 +31,12 @@ FORMS = {
     "latents": language.LATENT,
     "window": WINDOW,
     "tiles": dataclasses.replace(language.GPT, mlp_tiles=2),
+    "geglu": dataclasses.replace(
+        language.LLAMA,
+        activation="geglu",
+        norm_position="both",
+        zero_centered_norm=True,
+    ),
 }
 MODELS = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 

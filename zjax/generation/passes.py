@@ -101,7 +101,9 @@ class Reader:
     @classmethod
     def of(cls, model: Decoder) -> "Reader":
         """Makes the reader of a decoder with concrete or abstract values."""
-        return cls(decoder_stack(model), form_of(model))
+        # The mesh decides which matrices are joined.
+        form = form_of(model), jax.sharding.get_abstract_mesh()
+        return cls(decoder_stack(model, joins=True), form)
 
     def __eq__(self, other: object) -> bool:
         """Whether another reader reads models of the same form."""
@@ -114,8 +116,13 @@ class Reader:
     def cut(self, params: Params) -> Weights:
         """Gives each block arrays of its own."""
         embed, segments, head = self.stack.split(params)
-        pairs = zip(self.stack.segments, segments, strict=True)
-        blocks = [x for s, p in pairs for x in layers_of(p, s.num_blocks)]
+        blocks = [
+            lay(block)
+            for segment, stacked, lay in zip(
+                self.stack.segments, segments, self.continuation.lay, strict=True
+            )
+            for block in layers_of(stacked, segment.num_blocks)
+        ]
         return Weights(embed, tuple(blocks), head)
 
     def read(

@@ -224,7 +224,8 @@ class Block(nnx.Module):
         y = norm(y) if self.norm_position == "output" else y
         y = y if output_norm is None else output_norm(y)
         # Named before a norm reads it: recomputing the norm then repeats no product.
-        x = remat.mark(x + layers.dropout(y, self.config, key), remat.MIDDLE)
+        y = y if key is None else layers.dropout(y, self.config, key)
+        x = remat.mark(x + y, remat.MIDDLE)
         return norm(x) if self.norm_position == "stream" else x
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.models.block import Block, BlockGroup, layers_of, segments_of
+from zjax.models.joined import layer_joiner, streaming
 from zjax.models.nnx import nest, values_of
 from zjax.models.stack import Decoder, head_table, make_stack, without_tiles
 from zjax.ops.attention import Bounds
@@ -31,9 +32,13 @@ AttendTo = Callable[..., tuple[jax.Array, Any]]
 """`attend(cache, how, q, k, v, stored) -> (outputs, cache)`, see `Continuation`."""
 
 
-def decoder_stack(model: Decoder) -> Stack:
-    """Makes the stack of a decoder with values or shapes, able to continue text."""
-    return dataclasses.replace(make_stack(model), continuation=_continuation(model))
+def decoder_stack(model: Decoder, *, joins: bool = False) -> Stack:
+    """Makes the stack of a decoder with values or shapes, able to continue text.
+
+    With `joins`, blocks take kernels that `Continuation.lay` has put side by side.
+    """
+    continuation = _continuation(model, joins=joins)
+    return dataclasses.replace(make_stack(model), continuation=continuation)
 
 
 def form_of(model: Decoder) -> Hashable:
@@ -46,9 +51,10 @@ def params_of(model: Decoder) -> Params:
     return nest(values_of(nnx.state(model, nnx.Param)))
 
 
-def _continuation(model: Decoder) -> Continuation:
+def _continuation(model: Decoder, *, joins: bool) -> Continuation:
     """Makes the functions from a decoder; tiles are left to the caller."""
     config = model.config
+    model = streaming(model, joins=joins)
     embedding_graph, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)
     segments = [*segments_of(model.blocks).values()]
@@ -77,6 +83,7 @@ def _continuation(model: Decoder) -> Continuation:
         embed=embed,
         blocks=tuple(map(step_of, segments)),
         num_layers=tuple(len(layers_of(blocks)) for blocks in segments),
+        lay=tuple(map(layer_joiner, segments)),
         score=score,
     )
 

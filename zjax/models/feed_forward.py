@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -56,10 +57,14 @@ class FeedForward(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B L M"],
+        x: Float[Array, "B L M"] | layers.Normalized,
         adapter_dropout: layers.AdapterDropout | None = None,
-    ) -> Float[Array, "B L M"]:
+    ) -> Any:
         """Transforms each token; no entry is dropped without `adapter_dropout`."""
+        if self.gate is not None and self.gate.joined is not None:
+            hidden = layers.dot_joined(x, self.gate, self.activation)
+            return self.down(hidden)
+        assert not isinstance(x, layers.Normalized)  # joined kernels alone apply it
         if self.gate is None:
             up = self.up(x, remat.MLP, adapter_dropout=adapter_dropout)
             hidden = activation.UNGATED[self.activation](up)

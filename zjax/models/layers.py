@@ -5,7 +5,9 @@ Kernels have separate dims for heads and head channels, so that sharding can nam
 either.
 """
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -104,6 +106,29 @@ class AdapterDropout(NamedTuple):
         return dropout(flat, self.config, key, rate).reshape(x.shape)
 
 
+class Normalized(NamedTuple):
+    """A stream with the RMS norm that the next product applies."""
+
+    x: Float[Array, "B L M"]
+    scale: Array
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product that is computed when it is added to the stream, in one kernel."""
+
+    x: Array
+    kernel: Array
+    num_inputs: int
+
+    def __radd__(self, stream: Array) -> Array:
+        """Adds the product to the stream."""
+        return matmul.dot_few_rows(
+            self.x, self.kernel, self.num_inputs, residual=stream
+        )
+
+
 def num_batch_shards(batch_size: int) -> int:
     """Counts the shards of a batch over the Auto axes of the mesh in use."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -135,12 +160,20 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.num_inputs, self.num_outputs = len(inputs), len(outputs)
+        self.output_sizes = tuple(size for _, size in outputs)
         self.is_row_sharded = is_tensor_sharded(inputs[0][0])
         self.is_column_sharded = is_tensor_sharded(outputs[0][0])
         self.fuse_bias = fuse_bias
         self.matmul_dtype: MatmulDtype = matmul_dtype
-        self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
+        # None where another layer holds the kernel, see `join`.
+        normal = make_normal(rngs.params(), std)
+        self.kernel: Any = make_param(inputs + outputs, normal)
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
+        self.joined: Any = nnx.data(None)  # kernels side by side, see `join`
+        self.streams = False
+        """Whether few rows meet the kernel, as in the decoding of text."""
+        self.defers = False
+        """Whether the caller adds a `Product` to the stream."""
         self.lora: Any = nnx.data(None)  # an adapter of `zjax.models.lora`, if any
         self.scales: Any = nnx.data(None)  # of codes, see `zjax.models.qlora`
 
@@ -150,8 +183,10 @@ class Linear(nnx.Module):
         name: str = "",
         arrange: Arrange = tensor.fill_up,
         adapter_dropout: AdapterDropout | None = None,
-    ) -> Float[Array, "..."]:
+    ) -> Any:
         """Multiplies the last dims of `x`; policies save the product by `name`."""
+        if self.defers:
+            return Product(x, self.kernel[...], self.num_inputs)
         if self.is_column_sharded:
             return project(x, (self,), name, adapter_dropout=adapter_dropout)[0]
         matrix = self.matrix(arrange)
@@ -160,7 +195,7 @@ class Linear(nnx.Module):
             y = tensor.multiply_rows(multiply, x, matrix)
         else:
             y = multiply(x, *matrix)
-        return self.finish(y, self.kernel.shape[self.num_inputs :], name)
+        return self.finish(y, self.output_sizes, name)
 
     def multiply(
         self,
@@ -176,6 +211,8 @@ class Linear(nnx.Module):
             scales = self.scales[...]
             scales = scales.reshape(*scales.shape[: self.num_inputs], -1)
             y = weights.multiply(x, kernel, scales, self.num_inputs)
+        elif self.streams:
+            y = matmul.dot_few_rows(x, kernel, self.num_inputs)
         elif self.matmul_dtype == "compute":
             y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         else:
@@ -231,7 +268,7 @@ def is_tensor_sharded(name: str | None) -> bool:
 
 
 def project(
-    x: Float[Array, "B L M"],
+    x: Float[Array, "B L M"] | Normalized,
     linears: Sequence[Linear],
     name: str = "",
     *,
@@ -239,6 +276,9 @@ def project(
     adapter_dropout: AdapterDropout | None = None,
 ) -> list[Float[Array, "..."]]:
     """Multiplies one stream by column-sharded matrices; pads the first output dims."""
+    if linears[0].joined is not None:
+        return _project_joined(x, linears)
+    assert not isinstance(x, Normalized)  # joined kernels alone apply a norm
     arrangements = arrangements or [tensor.fill_up] * len(linears)
     pairs = list(zip(linears, arrangements, strict=True))
     matrices = [linear.matrix(arrange) for linear, arrange in pairs]
@@ -256,6 +296,38 @@ def project(
             pairs, products, matrices, strict=True
         )
     ]
+
+
+def join(linears: Sequence[Linear]) -> None:
+    """Gives abstract layers that read one stream one kernel, of `join_kernels`."""
+    # A placeholder: parameters come when the module is made from its form.
+    linears[0].joined = nnx.data(nnx.Param(jax.ShapeDtypeStruct((), jnp.float32)))
+    for linear in linears:
+        linear.kernel = nnx.data(None)
+
+
+def join_kernels(kernels: Sequence[Array]) -> Float[Array, "M N"]:
+    """Puts the columns of kernels side by side: one product is faster than several."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in kernels], axis=1)
+
+
+def _project_joined(x, linears):
+    """Multiplies a stream by joined kernels, and shares out the columns."""
+    first, sizes = linears[0], [math.prod(each.output_sizes) for each in linears]
+    ends = [*itertools.accumulate(sizes)]
+    products = jnp.split(dot_joined(x, first), ends[:-1], axis=-1)
+    pairs = zip(linears, products, strict=True)
+    return [linear.finish(y, linear.output_sizes, "") for linear, y in pairs]
+
+
+def dot_joined(
+    x: Float[Array, "B L M"] | Normalized, linear: Linear, activation: str = ""
+) -> Float[Array, "B L N"]:
+    """Multiplies a stream by the joined kernels that `linear` holds."""
+    norm = (x.scale, x.eps) if isinstance(x, Normalized) else None
+    rows = x.x if isinstance(x, Normalized) else x
+    kernel = linear.joined[...]
+    return matmul.dot_few_rows(rows, kernel, norm=norm, activation=activation)
 
 
 class Norm(nnx.Module):
@@ -278,15 +350,19 @@ class Norm(nnx.Module):
         self.kind = config.norm
         self.eps = config.norm_eps if eps is None else eps
         self.zero_centered = config.zero_centered_norm
+        self.defers = False
+        """Whether the next product applies the norm."""
         self.scale = make_param(dims, jnp.zeros if self.zero_centered else jnp.ones)
         self.bias = make_param(dims, jnp.zeros) if has_bias else None
 
-    def __call__(self, x: Float[Array, "B L *N"]) -> Float[Array, "B L *N"]:
+    def __call__(self, x: Float[Array, "B L *N"]) -> Any:
         """Normalises the last dims of each token."""
         scale = self.scale[...]
         if self.zero_centered:
             # In bfloat16, 1 + a small scale would round to 1.
             scale = 1.0 + scale.astype(jnp.float32)
+        if self.defers:
+            return Normalized(x, scale, self.eps)
         shape, num_dims = x.shape, scale.ndim
         x = x.reshape(*shape[: x.ndim - num_dims], -1)
         # The compiler shards the tokens, which a kernel for one device does not.
@@ -345,11 +421,11 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B L M"],
+        x: Float[Array, "B L M"] | Normalized,
         rotation: tuple[Array, Array] | None,
         attend: Attend,
         adapter_dropout: AdapterDropout | None = None,
-    ) -> tuple[Float[Array, "B L M"], Any]:
+    ) -> tuple[Any, Any]:
         """Projects, attends and projects back; returns outputs and cache."""
         heads = self._heads()
         arrangements = heads.lay_queries, heads.lay_keys, heads.lay_keys

@@ -1,6 +1,8 @@
 """Matrix products in float8, and exact products of bfloat16 and float32 operands."""
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jaxtyping import Array, Float
 
 from zjax.errors import ConfigError, Problem
 from zjax.typing import Device
+from zjax_kernels import few_rows_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _TOP = {E4M3: 2.0**8, E5M2: 2.0**15}
@@ -38,6 +41,31 @@ def dot(
         Micikevicius et al. (arXiv:2209.05433).
     """
     return _dot(num_contracted, num_batch_shards, x, kernel)
+
+
+def dot_few_rows(
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    num_contracted: int = 1,
+    *,
+    residual: Float[Array, "..."] | None = None,
+    **fused: Any,
+) -> Float[Array, "..."]:
+    """Contracts as `dot` does, by a kernel for few rows where one runs.
+
+    `fused` is `norm` or `activation` of `zjax_kernels.few_rows_matmul`. The product has
+    no gradient.
+    """
+    before = x.shape[: x.ndim - num_contracted]
+    rows = x.reshape(math.prod(before), -1)
+    matrix = kernel.reshape(rows.shape[1], -1)
+    if residual is not None:
+        fused["residual"] = residual.reshape(rows.shape[0], -1)
+    y = few_rows_matmul(rows, matrix, **fused)
+    if residual is not None:
+        return y.reshape(residual.shape)
+    after = kernel.shape[num_contracted:]
+    return y.reshape(*before, *(after if y.shape[1] == math.prod(after) else (-1,)))
 
 
 def check_device(device: Device) -> None:
