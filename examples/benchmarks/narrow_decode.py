@@ -10,8 +10,8 @@ rounds in which all ways take turns. Bytes are those of the weights; the copy is
 1 GiB.
 
 `--sweep` tries sizes of the kernel, and `--checks` compares with sums in float32.
-`--codes` times weights of 8 and 4 bits beside those of 16. `--blocks` times products of
-blocks of a 7B Llama, with norms, gates and residuals.
+`--codes` times weights of 8 and 4 bits beside those of 16, or tries sizes for them.
+`--blocks` times products of blocks of a 7B Llama, with norms, gates and residuals.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rich.table import Table
 from zjax_kernels import few_rows_matmul, rms_norm
 from zjax_kernels.decode.product import mosaic_gpu
 from zjax_kernels.decode.product.reference import Operands, Options
-from zjax_kernels.decode.product.tuning import Tuning, choose, num_stages
+from zjax_kernels.decode.product.tuning import Tuning, choose, num_bits, num_stages
 from zjax_kernels.device import NUM_SMS
 
 SHAPES = (
@@ -97,7 +97,8 @@ def ours_of_codes(x, weights):
 
 def tuned(x, weights, *, tuning):
     """Ours with given sizes."""
-    operands = Operands(x, weights)
+    codes, scales = weights if isinstance(weights, tuple) else (weights, None)
+    operands = Operands(x, codes, scales)
     return mosaic_gpu.few_rows_matmul(operands, Options(), tuning=tuning)
 
 
@@ -171,6 +172,13 @@ def make_codes(dtype: Any, depth: int, columns: int) -> list[tuple[Array, Array]
     return [((codes + n >> shift).astype(dtype), scales) for n in range(layers)]
 
 
+def make_of(dtype: Any, depth: int, columns: int) -> list[Any]:
+    """Weights of 16 bits, or codes."""
+    if dtype == jnp.bfloat16:
+        return make_weights(depth, columns)
+    return make_codes(dtype, depth, columns)
+
+
 def compare_codes(shapes, all_rows, copy: float) -> None:
     """Prints the time of weights of 16, 8 and 4 bits, and the ratio to 16."""
     table = Table("K x M", "rows", "16 bits", "8 bits", "4 bits", "16 / 8", "16 / 4")
@@ -219,14 +227,7 @@ def unfused(x, weights, *, norm=None, activation="", residual=None):
 def make_block(dtype: Any) -> list[tuple[Any, ...]]:
     """Weights of some blocks."""
     depth = BLOCK_SHAPES[0][0]
-    products = [
-        (
-            make_weights
-            if dtype == jnp.bfloat16
-            else functools.partial(make_codes, dtype)
-        )(*shape)[:2]
-        for shape in BLOCK_SHAPES
-    ]
+    products = [make_of(dtype, *shape)[:2] for shape in BLOCK_SHAPES]
     blocks = list(zip(*products, strict=True))
     return [(*each, jnp.ones(depth, jnp.bfloat16)) for each in blocks]
 
@@ -268,34 +269,38 @@ def show(seconds: float, num_bytes: int, copy: float) -> str:
     return f"{seconds * 1e6:.1f} us, {num_bytes / seconds / copy:.1%}"
 
 
-def tunings(rows: int, depth: int, columns: int) -> list[Tuning]:
+def tunings(rows: int, depth: int, columns: int, dtype: Any) -> list[Tuning]:
     """Sizes of the kernel that may be fast: most of the GPU is busy, in one wave."""
-    found = [choose(rows, depth, columns)]
-    for width, splits in itertools.product((64, 128, 256), (1, 2, 3, 4, 5, 8)):
+    found = [choose(rows, depth, columns, dtype=dtype)]
+    widths = (64, 128, 256) if dtype == jnp.bfloat16 else (64, 128)
+    for width, splits in itertools.product(widths, (1, 2, 3, 4, 5, 8)):
         if columns % width:
             continue
         programs = columns // width * splits
         per_sm = min(3, -(-programs // NUM_SMS))
         for sharing in {per_sm, min(3, per_sm + 1)}:
-            stages = num_stages(rows, width, splits, sharing)
+            stages = num_stages(rows, width, splits, sharing, dtype=dtype)
             is_wave = programs <= sharing * NUM_SMS or splits == 1
             if is_wave and programs > 60 and stages > 2:
                 found.append(Tuning(width, splits, stages))
     return list(dict.fromkeys(found))
 
 
-def sweep(shapes, all_rows, copy: float) -> None:
+def sweep(shapes, all_rows, copy: float, dtype: Any) -> None:
     """Prints the times of several sizes of the kernel."""
     for depth, columns in shapes:
-        weights = make_weights(depth, columns)
+        if dtype != jnp.bfloat16 and depth % 256:
+            continue
+        weights = make_of(dtype, depth, columns)
         for rows in all_rows:
-            ways: dict[str, Any] = {"XLA": xla}
-            for each in tunings(rows, depth, columns):
+            ways: dict[str, Any] = {}
+            for each in tunings(rows, depth, columns, dtype):
                 ways[str(each)] = functools.partial(tuned, tuning=each)
             found = time_ways(ways, rows, weights)
-            print(f"{rows} rows, {depth} x {columns}, XLA {found['XLA'] * 1e6:.1f} us")
+            print(f"{rows} rows, {depth} x {columns}, {dtype.__name__}")
+            num_bytes = num_bits(dtype) * depth * columns // 8
             for name in sorted(found, key=lambda name: found[name])[:6]:
-                print("  ", show(found[name], weights[0].nbytes, copy), name)
+                print("  ", show(found[name], num_bytes, copy), name)
 
 
 def check(shapes, all_rows) -> None:
@@ -327,8 +332,11 @@ def main() -> None:
     if given.blocks:
         compare_blocks(rows, copy)
         return
-    show_all = compare_codes if given.codes else sweep if given.sweep else compare
-    show_all(shapes, rows, copy)
+    if given.sweep:
+        for dtype in BLOCK_DTYPES[1:] if given.codes else BLOCK_DTYPES[:1]:
+            sweep(shapes, rows, copy, dtype)
+        return
+    (compare_codes if given.codes else compare)(shapes, rows, copy)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Tuning:
     """Sizes that set how fast the kernel runs.
 
     Args:
-        width: Output channels of a program, a multiple of 64; 64 for codes.
+        width: Output channels of a program, a multiple of 64.
         splits: Programs that share the contracted channels of a tile, 1 or more.
         stages: Steps of weights in shared memory at a time, 2 or more.
     """
