@@ -203,4 +203,4 @@ def test_tunings_fill_the_device(depth, columns):
         tuning = choose(rows, depth, columns, dtype=dtype)
         assert columns % tuning.width == 0
         assert 1 <= tuning.splits <= max(1, depth // step_depth(dtype))
-        assert tuning.stages >= 4
+        assert tuning.stages >= 3

@@ -9,14 +9,16 @@ from zjax_kernels.device import NUM_SMS
 
 CHUNK = 64
 """Channels of 128 bytes, the width of the swizzle."""
+STEP_BYTES = 128
+"""Bytes of the weights of an output in a step."""
 WIDTHS = (128, 64)
 """Output channels of a program, preferred first."""
 MAX_SPLITS = 8
 """Programs of a cluster that any Hopper GPU runs."""
 _MEMORY = 224 * 1024
 """Bytes of shared memory of an SM that programs may fill."""
-_MIN_STAGES = 4
-"""Stages below which fewer programs share an SM."""
+_MIN_STAGES, _IN_FLIGHT = 3, 64 * 1024
+"""Stages of a program, and bytes of weights on the way to an SM, at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +49,8 @@ def num_bits(dtype: Any) -> int:
 
 
 def step_depth(dtype: Any) -> int:
-    """Returns the contracted channels of a step: 128 bytes of weights."""
-    return 1024 // num_bits(dtype)
+    """Returns the contracted channels of a step."""
+    return 8 * STEP_BYTES // num_bits(dtype)
 
 
 def choose(
@@ -80,7 +82,8 @@ def choose(
             rows, width, splits, programs_per_sm, parts=parts, dtype=dtype
         )
         tuning = Tuning(width, splits, stages)
-        if stages >= _MIN_STAGES:
+        in_flight = programs_per_sm * stages * parts * width * STEP_BYTES
+        if stages >= _MIN_STAGES and in_flight >= _IN_FLIGHT:
             break
     assert tuning is not None
     return tuning
@@ -100,7 +103,7 @@ def num_stages(
     # A result and a residual, and sums that others send.
     fixed = 4 * rows * width + (splits - 1) * _sent_bytes(rows, width, parts)
     # Rows, scales of a norm, weights, and scales of groups of 64 channels.
-    stage = 2 * depth * rows + 4 * depth + parts * width * depth * bits // 8
+    stage = 2 * depth * rows + 4 * depth + parts * width * STEP_BYTES
     if bits < 16:
         stage += 4 * parts * width * depth // CHUNK
     return (_MEMORY // programs_per_sm - fixed) // stage
