@@ -40,13 +40,13 @@ def start(settings):
 @pytest.fixture
 def compiled(monkeypatch):
     """The text of each program that adds tokens to rows."""
-    real, texts = programs._run_steps, []
+    real, texts = programs._run_steps(), []
 
     def watched(*args):
         texts.append(real.lower(*args).compile().as_text())
         return real(*args)
 
-    monkeypatch.setattr(programs, "_run_steps", watched)
+    monkeypatch.setattr(programs, "_run_steps", lambda: watched)
     return texts
 
 

@@ -19,6 +19,7 @@ from zjax.generation.passes import (
     run_steps,
 )
 from zjax.generation.sampling import Chosen
+from zjax.jaxprs.versions import knows_option
 from zjax.models.continuation import params_of
 from zjax.models.stack import Decoder
 
@@ -104,10 +105,10 @@ class Programs:
         state = self._weights, self._caches, self._history.tokens, rows
         if tuple(sizes) == (1,):
             (piece,) = pieces
-            results = _run_steps(self._reader, *state, piece, np.int32(num_steps))
+            results = _run_steps()(self._reader, *state, piece, np.int32(num_steps))
         else:
             assert num_steps == 1
-            results = _run_pass(self._reader, tuple(sizes), *state, tuple(pieces))
+            results = _run_pass()(self._reader, tuple(sizes), *state, tuple(pieces))
         self._caches, self._history.tokens, chosen = results
         return chosen
 
@@ -155,9 +156,30 @@ def _one_step(*args: Any) -> Any:
     return caches, history, jax.tree.map(lambda x: x[None], chosen)
 
 
-# The reader is static: weights of another step reuse the programs.
-_run_pass = jax.jit(_one_step, static_argnums=(0, 1), donate_argnums=(3, 4))
-_run_steps = jax.jit(run_steps, static_argnums=0, donate_argnums=(2, 3))
+# The reader is static: weights of another step reuse the programs. Made when they are
+# first needed, as options depend on the platform.
+@functools.cache
+def _run_pass() -> Any:
+    jit = functools.partial(jax.jit, compiler_options=_options())
+    return jit(_one_step, static_argnums=(0, 1), donate_argnums=(3, 4))
+
+
+@functools.cache
+def _run_steps() -> Any:
+    jit = functools.partial(jax.jit, compiler_options=_options())
+    return jit(run_steps, static_argnums=0, donate_argnums=(2, 3))
+
+
+def _options() -> dict[str, Any]:
+    """Compiler options of passes by name; options that this XLA lacks are left out."""
+    if jax.default_backend() != "gpu":
+        return {}
+    # Short sequences of kernels become CUDA graphs too: between two kernels of Pallas
+    # there are a few, and launches one by one leave gaps of 4 % of a token.
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    return {name: x for name, x in options.items() if knows_option(name, x)}
+
+
 _empty_caches = jax.jit(Reader.empty_caches, static_argnums=(0, 2, 3))
 
 

@@ -1,6 +1,7 @@
 """Differences between versions of JAX, found by feature, and dtype promotion."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,3 +70,17 @@ def mapped_axes(equation: Any) -> frozenset[str]:
     params = equation.params
     name = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
     return frozenset(params[name])
+
+
+@functools.cache
+def knows_option(name: str, value: Any) -> bool:
+    """Whether this XLA has an option that takes the value, found by compiling."""
+    # XLA checks the name of an option when it compiles a program.
+    program = jax.jit(lambda: 0, compiler_options={name: value})
+    try:
+        program.lower().compile()
+    except Exception as error:  # each release raises another class
+        if name in str(error):
+            return False
+        raise
+    return True

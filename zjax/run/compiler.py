@@ -12,6 +12,7 @@ from absl import logging
 from jaxlib import version
 
 from zjax.errors import ConfigError, Problem
+from zjax.jaxprs.versions import knows_option
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings.schema import Config
 from zjax.sharding.memory import num_zero_shares
@@ -46,7 +47,9 @@ def step_options(config: Config, plan: Plan) -> Options:
     derived: Options = {}
     if platform_of(plan.mesh) in GPUS:
         derived = _gpu_options(config, plan)
-    known = {name: value for name, value in derived.items() if _is_known(name, value)}
+    known = {
+        name: value for name, value in derived.items() if knows_option(name, value)
+    }
     options = known | configured
     _log_options(tuple(sorted(options.items())), tuple(derived.keys() - known))
     return options
@@ -59,7 +62,7 @@ def parse_options(pairs: tuple[str, ...]) -> Options:
     for pair in pairs:
         name, found, text = pair.partition("=")
         value = {"true": True, "false": False}.get(text.lower(), text)
-        if found and _is_known(name, value):
+        if found and knows_option(name, value):
             options[name] = value
             continue
         problem = "is not an option of this XLA" if found else "has no value"
@@ -149,20 +152,6 @@ def layer_bytes(plan: Plan) -> int:
         return array_bytes(shape[1:], row.dtype)
 
     return sum(one(row) for row in jax.tree.leaves(plan.compute) if row.num_layers)
-
-
-@functools.cache
-def _is_known(name: str, value: Any) -> bool:
-    """Whether this XLA has an option that takes the value, found by compiling."""
-    # XLA checks the name of an option when it compiles a program.
-    program = jax.jit(lambda: 0, compiler_options={name: value})
-    try:
-        program.lower().compile()
-    except Exception as error:  # each release raises another class
-        if name in str(error):
-            return False
-        raise
-    return True
 
 
 # Cached to log each combination once.
