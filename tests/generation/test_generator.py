@@ -235,6 +235,16 @@ def test_numbers_out_of_range_are_refused():
     )
 
 
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert str(error.value) == (
+        "processes=2 would each serve requests of their own with one set of weights; "
+        "start one process, or use zjax.generate"
+    )
+
+
 def test_a_failure_reaches_all_who_wait(monkeypatch):
     """Fails if somebody waits for an engine that has died."""
     with make() as generator:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from zjax.data.conversations import Conversation
@@ -92,7 +93,7 @@ class Generator:
         opened = open_decoder(source, state, prompts)
         self.config, self._prompts = opened.decoder.config, opened.prompts
         field, longest = longest_text(self.config)
-        problems = [*model_problems(self.config)]
+        problems = [*model_problems(self.config), *_process_problems()]
         if not 1 <= max_rows <= MAX_ROWS:
             problem = f"is not between 1 and {MAX_ROWS}"
             problems += [Problem("max_rows", max_rows, problem, "use 64")]
@@ -295,6 +296,14 @@ class Generator:
 
     def _cancel(self, ticket: Ticket) -> None:
         self._worker.cancel(ticket)
+
+
+def _process_problems() -> Iterator[Problem]:
+    """Yields the problem of several processes, whose requests differ."""
+    if jax.process_count() > 1:
+        problem = "would each serve requests of their own with one set of weights"
+        remedy = "start one process, or use zjax.generate"
+        yield Problem("processes", jax.process_count(), problem, remedy)
 
 
 def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
