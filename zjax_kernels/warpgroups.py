@@ -90,3 +90,19 @@ def specialize_warpgroups(
     def _():
         plgpu.set_max_registers(24, action="decrease")
         copy()
+
+
+HAS_EARLY_START = hasattr(plgpu, "griddepcontrol_wait")
+"""Whether kernels may start before the last one ends: from JAX 0.11.2 on."""
+
+
+def start_next() -> None:
+    """Lets the next kernel start while this one runs, if it can wait for this one."""
+    if HAS_EARLY_START:
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def wait_for_last() -> None:
+    """Waits until the kernels before this one have ended, where it may start early."""
+    if HAS_EARLY_START:
+        plgpu.griddepcontrol_wait()

@@ -47,6 +47,8 @@ ROWS = (1, 8, 16, 64)
 BLOCK_SHAPES = (4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096)
 BLOCK_DTYPES = jnp.bfloat16, jnp.int8, jnp.int4
 EPS = 1e-5
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+"""Kernels start early by the stream that they are launched to."""
 QUICK = ((4096, 12288), (4096, 4096), (11008, 4096)), (1, 16)
 LAYERS_BYTES = 400e6
 """Bytes of all matrices of a program, at least, of which the L2 cache holds 50 MB."""
@@ -213,6 +215,10 @@ def fused(x, weights, **settings):
     return ours(x, weights, **settings)
 
 
+def early(x, weights, **settings):
+    return fused(x, weights, early=True, **settings)
+
+
 def unfused(x, weights, *, norm=None, activation="", residual=None):
     """What XLA makes of the operations."""
     if norm is not None:
@@ -234,18 +240,27 @@ def make_block(dtype: Any) -> list[tuple[Any, ...]]:
 
 def compare_blocks(all_rows, copy: float) -> None:
     """Prints the time of the products of a block, and the bandwidth over a copy's."""
+    names = [dtype.__name__ for dtype in BLOCK_DTYPES]
     weights = {dtype.__name__: make_block(dtype) for dtype in BLOCK_DTYPES}
-    table = Table("rows", "XLA", *weights)
+    ways: dict[str, Any] = {"XLA": (unfused, names[0], None)}
+    for name in names:
+        ways[name] = fused, name, None
+        ways[f"{name}, early"] = early, name, None
+        ways[f"{name}, early, no graphs"] = early, name, NO_GRAPHS
+    cells: dict[str, list[str]] = {label: [] for label in ways}
     for rows in all_rows:
         x = make_rows(rows, BLOCK_SHAPES[0][0])
-        calls = {"XLA": compile_blocks(unfused, x, weights["bfloat16"])}
-        for name, blocks in weights.items():
-            calls[name] = compile_blocks(fused, x, blocks)
-        cells = []
-        for name, seconds in time_in_turn(calls).items():
-            blocks = weights["bfloat16" if name == "XLA" else name]
-            cells.append(show(seconds / len(blocks), block_bytes(name), copy))
-        table.add_row(str(rows), *cells)
+        calls = {
+            label: compile_blocks(way, x, weights[name], options)
+            for label, (way, name, options) in ways.items()
+        }
+        for label, seconds in time_in_turn(calls).items():
+            name = ways[label][1]
+            seconds /= len(weights[name])
+            cells[label].append(show(seconds, block_bytes(name), copy))
+    table = Table("way", *map(str, all_rows))
+    for label, shown in cells.items():
+        table.add_row(label, *shown)
     Console(width=160).print(table)
 
 
@@ -254,7 +269,7 @@ def block_bytes(name: str) -> int:
     return sum(bits * depth * columns // 8 for depth, columns in BLOCK_SHAPES)
 
 
-def compile_blocks(multiply, x, blocks):
+def compile_blocks(multiply, x, blocks, options):
     """A call of a program of all blocks, one after another."""
 
     def run(x, blocks):
@@ -262,7 +277,8 @@ def compile_blocks(multiply, x, blocks):
             x = block(x, each, multiply)
         return x
 
-    return functools.partial(jax.jit(run).lower(x, blocks).compile(), x, blocks)
+    compiled = jax.jit(run).lower(x, blocks).compile(compiler_options=options)
+    return functools.partial(compiled, x, blocks)
 
 
 def show(seconds: float, num_bytes: int, copy: float) -> str:

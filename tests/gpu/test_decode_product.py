@@ -107,3 +107,23 @@ def test_a_row_does_not_depend_on_other_rows(normal):
     others = multiply(x.at[1:].set(jnp.nan), weights, settings)
     np.testing.assert_array_equal(found[0], others[0])
     np.testing.assert_array_equal(found[:1], multiply(x[:1], weights, settings))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_early_kernels_compute_the_same(rows):
+    """Fails if a kernel reads rows, or writes, before the last one has ended."""
+    x, up, _ = make_case(rows, 4096, 8192)
+    _, down, _ = make_case(rows, 8192, 4096)
+    scale = jnp.ones(4096, x.dtype)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(x, early):
+        for _ in range(20):
+            settings = dict(implementation="mosaic_gpu", early=early)
+            hidden = few_rows_matmul(x, up, norm=(scale, 0.1), **settings)
+            x = few_rows_matmul(hidden, down, residual=x, **settings)
+        return x
+
+    expected = np.float32(run(x, False))
+    for _ in range(5):
+        np.testing.assert_array_equal(np.float32(run(x, True)), expected)

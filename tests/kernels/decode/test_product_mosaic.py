@@ -11,11 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.kernels.decode.test_product import fused
 from tests.support.interpreter import InterpretGPUParams
-from tests.support.lowering import num_kernels
+from tests.support.lowering import cuda_program, num_kernels
 from zjax_kernels import few_rows_matmul
 from zjax_kernels.decode.product import mosaic_gpu
 from zjax_kernels.decode.product.reference import ACTIVATIONS, Operands, Options
 from zjax_kernels.decode.product.tuning import Tuning, choose, step_depth
+from zjax_kernels.warpgroups import HAS_EARLY_START
 
 OLD_INTERPRETER = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
@@ -169,6 +170,15 @@ def test_every_option_lowers_for_cuda(on_hopper, activation, rows, depth, column
 
     shapes = (rows, depth), (depth, columns), (depth,), (rows, outputs)
     assert num_kernels(run, *map(make, shapes)) == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_early_kernels_wait_for_the_kernels_before(on_hopper, early):
+    """Fails if a kernel never starts early, or starts so without being asked."""
+    x = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    text = cuda_program(functools.partial(few_rows_matmul, early=early), x, weights)
+    assert ("griddepcontrol.wait" in text) == (early and HAS_EARLY_START)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])

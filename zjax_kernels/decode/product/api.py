@@ -38,6 +38,7 @@ def few_rows_matmul(
     norm: tuple[Array, float] | None = None,
     activation: Activation = "",
     residual: Array | None = None,
+    early: bool = False,
     implementation: Implementation = "auto",
 ) -> Array:
     """Multiplies few rows by a matrix, which is read once, as in decoding.
@@ -57,6 +58,10 @@ def few_rows_matmul(
         activation: `gelu` (with tanh), or with gates `swiglu`, `geglu` or
             `clamped_swiglu`, of the product in float32; empty is none.
         residual: [N, M] in the dtype of `x`, added to the result, or None.
+        early: Whether the kernel reads `weights`, `scales` and the scale of the norm
+            while the operations before still run (dependent launch, JAX 0.11.2 or
+            newer). They must be arrays that no recent operation computes, as parameters
+            of a model are: otherwise results are wrong.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, 1 to 64 rows, K and
             M multiples of 64; for codes bfloat16 rows, K a multiple of 128, for int4 of
             256, and groups of 64 or 128), `reference` (anywhere, any sharding), or
@@ -79,7 +84,7 @@ def few_rows_matmul(
     """
     scale, eps = (None, 0.0) if norm is None else norm
     operands = Operands(x, weights, scales, scale, residual)
-    options = Options(eps=float(eps), activation=activation)
+    options = Options(eps=float(eps), activation=activation, early=early)
     _check(operands, options)
     problem, remedy = _obstacle(operands, options)
     rows, depth = x.shape

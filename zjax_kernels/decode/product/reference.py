@@ -45,10 +45,12 @@ class Options:
     Args:
         eps: Number added to the mean square of the norm.
         activation: Name of the activation of the product; empty is none.
+        early: Whether the weights are read before the last kernels end.
     """
 
     eps: float = 0.0
     activation: Activation = ""
+    early: bool = False
 
     @property
     def num_parts(self) -> int:

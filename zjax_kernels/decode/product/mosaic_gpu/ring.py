@@ -1,6 +1,7 @@
 """Copies of operands into a ring of stages, some steps ahead of the products."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels import warpgroups
 from zjax_kernels.decode.product.mosaic_gpu.memory import Memory, Place, Sizes
 from zjax_kernels.decode.product.tuning import CHUNK
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import Arithmetic, index, per_row
@@ -34,11 +36,24 @@ class Ring:
     memory: Memory
     arithmetic: Arithmetic
 
-    def fill(self) -> None:
-        """Starts the copies of the first steps."""
+    def fill(self, *, early: bool) -> None:
+        """Starts the copies of the first steps.
+
+        With `early` the weights are read before the kernels before this one end.
+        """
+        if not early:
+            self._start(self.copy)
+            return
+        warpgroups.start_next()
+        self._start(self.copy_weights)
+        warpgroups.wait_for_last()
+        self._start(self.copy_rows)
+
+    def _start(self, copy: Callable[[Array, Array], None]) -> None:
+        """Starts copies of the first steps."""
         # A loop: short programs would wait for the instructions of many copies.
         stages = index(self.sizes.tuning.stages)
-        lax.fori_loop(0, stages, lambda step, _: self.copy(step, step), None)
+        lax.fori_loop(0, stages, lambda step, _: copy(step, step), None)
 
     def channels(self, part: int = 0) -> Any:
         """Returns the output channels of the program, in a block of the weights."""
@@ -47,8 +62,12 @@ class Ring:
 
     def copy(self, step: Array, stage: Array) -> None:
         """Starts to copy the operands of a step into a stage, if the step exists."""
-        sizes, memory = self.sizes, self.memory
-        first = (self.place.first + step) * sizes.step
+        self.copy_weights(step, stage)
+        self.copy_rows(step, stage)
+
+    def copy_weights(self, step: Array, stage: Array) -> None:
+        """Starts to copy the weights of a step, and the scales."""
+        sizes, memory, first = self.sizes, self.memory, self.first(step)
 
         @pl.when(step < self.place.num_steps)
         def _():
@@ -59,18 +78,28 @@ class Ring:
                 if sizes.groups:
                     groups = lax.div(first, index(sizes.step // sizes.groups))
                     place = pl.ds(groups, sizes.groups), self.channels(part)
+                    source = self.operands.scales.at[place]
                     target = memory.scales.at[stage, part]
-                    plgpu.copy_gmem_to_smem(
-                        self.operands.scales.at[place], target, ready
-                    )
-            for chunk in range(sizes.chunks):
-                # What other rows of the tile hold stays in columns that nobody stores.
-                target = memory.x.by_rows.at[stage, chunk, pl.ds(0, sizes.rows)]
-                deep = pl.ds(first + chunk * CHUNK, CHUNK)
-                plgpu.copy_gmem_to_smem(self.operands.x.at[:, deep], target, ready)
+                    plgpu.copy_gmem_to_smem(source, target, ready)
             if memory.norm is not None:
                 source = self.operands.norm.at[pl.ds(first, sizes.step)]
                 plgpu.copy_gmem_to_smem(source, memory.norm.at[stage], ready)
+
+    def copy_rows(self, step: Array, stage: Array) -> None:
+        """Starts to copy a step of the rows."""
+        sizes, memory, first = self.sizes, self.memory, self.first(step)
+
+        @pl.when(step < self.place.num_steps)
+        def _():
+            for chunk in range(sizes.chunks):
+                # What other rows of the tile hold stays in columns that nobody stores.
+                target = memory.x.by_rows.at[stage, chunk, pl.ds(0, sizes.rows)]
+                source = self.operands.x.at[:, pl.ds(first + chunk * CHUNK, CHUNK)]
+                plgpu.copy_gmem_to_smem(source, target, memory.ready.at[stage])
+
+    def first(self, step: Array) -> Array:
+        """Returns the first contracted channel of a step."""
+        return (self.place.first + step) * self.sizes.step
 
     def weights(self, part: int, first: Array) -> tuple[Any, ...]:
         """Returns the place of the weights of a step, in a block of the matrix."""
