@@ -96,9 +96,9 @@ class Served:
 def served(*words, key=""):
     """Yields a server that `python -m zjax serve` starts, and ends it in any case."""
     command = [sys.executable, "-m", "zjax", "serve", "--port=0", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ZJAX_API_KEY": key}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with programs.started(command, env=environment, **pipes) as program:
+    how = {"env": os.environ | {"ZJAX_API_KEY": key}, "cwd": ROOT}
+    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with programs.started(command, **how) as program:
         late = threading.Timer(SECONDS, program.kill)
         late.start()
         said = []
