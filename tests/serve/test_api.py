@@ -218,7 +218,14 @@ def test_what_the_model_cannot_do_is_refused_under_the_names_of_the_api(server):
         "prompt",
         "prompt has 1501 tokens, more than 1500; shorten it",
     )
+    assert refusal_of(server, prompt="a" * 2048) == (
+        "prompt",
+        "prompt='aaaaaaaaaaaaaaaaaaaa' has 2048 tokens, and prompt and text together "
+        "have at most 2048; shorten it",
+    )
     chat = "/v1/chat/completions"
+    talk = [{"role": "user", "content": "a" * 2048}]
+    assert refusal_of(server, chat, messages=talk)[0] == "messages"
     talk = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
     assert refusal_of(server, chat, messages=talk)[0] == "messages"
     ends_with_answer = [*TALK, {"role": "assistant", "content": "So."}]
@@ -247,6 +254,12 @@ def test_what_is_not_json_is_refused(server, body, message):
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(server):
     """Fails if a server without a length to go by reads on for ever."""
+    with server.connected() as connection:
+        connection.putrequest("POST", "/v1/completions")
+        for pair in (("content-length", str(10 * MAX_BODY)), *JSON.items()):
+            connection.putheader(*pair)
+        connection.endheaders()
+        assert connection.getresponse().status == 413
     large = b" " * (MAX_BODY + 1)
     status, _, text = server.request("POST", "/v1/completions", large, JSON)
     wanted = "the body has more than 100000 bytes; send fewer"

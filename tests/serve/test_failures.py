@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import threading
 import urllib.parse
 
 import pytest
@@ -50,6 +51,32 @@ def test_a_request_ends_after_its_time(is_streamed):
     assert len(generator.cancelled) == 1
     path = 'endpoint="/v1/completions"'
     assert counted[f'zjax_requests_total{{{path},status="504"}}'] == 1
+
+
+class Slow(Stalled):
+    """A generator that reads prompts as slowly as a test wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_asked, self.may_read = threading.Event(), threading.Event()
+
+    def submit(self, *given, **settings):
+        self.is_asked.set()
+        assert self.may_read.wait(SECONDS)
+        return super().submit(*given, **settings)
+
+
+def test_a_client_that_leaves_before_its_prompt_is_read_gets_no_text():
+    """Fails if texts are written that began after everybody had left."""
+    generator = Slow()
+    with serving(generator, Settings(port=0)) as address:
+        server = Served(None, [], address)
+        with server.open_stream(prompt="a"):
+            assert generator.is_asked.wait(SECONDS)
+        programs.wait_until(lambda: not server.metrics()["zjax_requests_active"])
+        assert generator.cancelled == []
+        generator.may_read.set()
+        programs.wait_until(lambda: len(generator.cancelled) == 1)
 
 
 def test_a_generator_that_failed_is_told():

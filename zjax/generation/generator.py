@@ -261,6 +261,11 @@ class Generator:
         self, prompt: Given, ids: list[int], sampling: Sampling, *, is_streamed: bool
     ) -> Ticket:
         """Makes the ticket of a request, or refuses the request."""
+        if len(ids) >= self.max_length:
+            problem = f"has {len(ids)} tokens, and prompt and text together have at "
+            problem += f"most {self.max_length}"
+            shown = describe_prompt(prompt)
+            raise ConfigError(Problem("prompt", shown, problem, "shorten it"))
         sampling = dataclasses.replace(
             sampling,
             max_new_tokens=sampling.max_new_tokens or self.max_length - len(ids),
