@@ -17,6 +17,10 @@ MAX_SPLITS = 8
 """Programs of a cluster that any Hopper GPU runs."""
 _MEMORY = 224 * 1024
 """Bytes of shared memory of an SM that programs may fill."""
+_FILLED = 0.9
+"""Share of the SMs that have a program, at least, where each has one at most."""
+_FEW_ROWS = 16
+"""Rows up to which wide tiles leave memory for sums of other programs."""
 _MIN_STAGES, _IN_FLIGHT = 3, 64 * 1024
 """Stages of a program, and bytes of weights on the way to an SM, at least."""
 
@@ -54,21 +58,34 @@ def step_depth(dtype: Any) -> int:
 
 
 def choose(
-    rows: int, depth: int, columns: int, *, parts: int = 1, dtype: Any = jnp.bfloat16
+    rows: int,
+    depth: int,
+    columns: int,
+    *,
+    parts: int = 1,
+    normal: bool = False,
+    dtype: Any = jnp.bfloat16,
 ) -> Tuning:
     """Returns the tuning for `rows` of `depth` inputs and `columns` outputs.
 
-    Each output is of `parts` columns of the weights, which have a `dtype`.
+    Each output is of `parts` columns of the weights, which have a `dtype`; `normal`
+    says whether the rows are normalised.
     """
     has_codes = num_bits(dtype) < 16
-    wide = [x for x in WIDTHS if columns % x == 0 and columns // x >= NUM_SMS]
-    width = wide[0] if wide and parts == 1 and not has_codes else WIDTHS[-1]
-    tiles, tuning = columns // width, None
-    # With codes, a program widens some while the others wait for theirs.
-    most = 3 if has_codes else 2 if tiles > NUM_SMS else 1
-    for programs_per_sm in range(most, 0, -1):
-        # A quarter of the memory holds sums that others send.
-        sent = 4 * _sent_bytes(rows, width, parts)
+    # A program scales all rows for a norm: fewer programs repeat less.
+    repeats = normal and rows <= _FEW_ROWS
+    wide = columns % WIDTHS[0] == 0 and (repeats or columns // WIDTHS[0] >= NUM_SMS)
+    width = WIDTHS[0] if wide and parts == 1 and not has_codes else WIDTHS[1]
+    tiles = columns // width
+    pairs = max(1, min(2, NUM_SMS // tiles))
+    fills = _FILLED * NUM_SMS <= tiles * pairs <= NUM_SMS
+    # With codes, a program widens some while the others wait for theirs. A program on
+    # each SM has the longest ring; clusters of more than two might not fit so.
+    order = (3, 2, 1) if has_codes else (1, 2) if fills else (2, 1)
+    found = None
+    for programs_per_sm in order:
+        # Up to half of the memory holds sums that others send.
+        sent = 2 * _sent_bytes(rows, width, parts, normal)
         splits = max(
             1,
             min(
@@ -79,14 +96,20 @@ def choose(
             ),
         )
         stages = num_stages(
-            rows, width, splits, programs_per_sm, parts=parts, dtype=dtype
+            rows,
+            width,
+            splits,
+            programs_per_sm,
+            parts=parts,
+            normal=normal,
+            dtype=dtype,
         )
-        tuning = Tuning(width, splits, stages)
+        found = Tuning(width, splits, stages)
         in_flight = programs_per_sm * stages * parts * width * STEP_BYTES
         if stages >= _MIN_STAGES and in_flight >= _IN_FLIGHT:
             break
-    assert tuning is not None
-    return tuning
+    assert found is not None
+    return found
 
 
 def num_stages(
@@ -96,12 +119,13 @@ def num_stages(
     programs_per_sm: int,
     *,
     parts: int = 1,
+    normal: bool = False,
     dtype: Any = jnp.bfloat16,
 ) -> int:
     """Returns the stages of programs that share the memory of an SM."""
     rows, depth, bits = -(-rows // 8) * 8, step_depth(dtype), num_bits(dtype)
     # A result and a residual, and sums that others send.
-    fixed = 4 * rows * width + (splits - 1) * _sent_bytes(rows, width, parts)
+    fixed = 4 * rows * width + (splits - 1) * _sent_bytes(rows, width, parts, normal)
     # Rows, scales of a norm, weights, and scales of groups of 64 channels.
     stage = 2 * depth * rows + 4 * depth + parts * width * STEP_BYTES
     if bits < 16:
@@ -109,6 +133,6 @@ def num_stages(
     return (_MEMORY // programs_per_sm - fixed) // stage
 
 
-def _sent_bytes(rows: int, width: int, parts: int) -> int:
-    """Returns the bytes of the sums of a program, with squares of a norm."""
-    return 4 * -(-rows // 8) * 8 * (parts * width + CHUNK)
+def _sent_bytes(rows: int, width: int, parts: int, normal: bool) -> int:
+    """Returns the bytes of the sums of a program, and of squares for a norm."""
+    return 4 * -(-rows // 8) * 8 * (parts * width + normal * CHUNK)

@@ -46,7 +46,12 @@ class Sizes:
         )
         columns, step = operands.columns // parts, step_depth(operands.weights.dtype)
         tuning = tuning or choose(
-            rows, depth, columns, parts=parts, dtype=operands.weights.dtype
+            rows,
+            depth,
+            columns,
+            parts=parts,
+            normal=operands.norm is not None,
+            dtype=operands.weights.dtype,
         )
         groups = 0 if scales is None else step * len(scales) // depth
         return cls(rows, depth, columns, parts, step, groups, tuning)
