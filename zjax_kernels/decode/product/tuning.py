@@ -84,8 +84,8 @@ def choose(
     order = (3, 2, 1) if has_codes else (1, 2) if fills else (2, 1)
     found = None
     for programs_per_sm in order:
-        # Up to half of the memory holds sums that others send.
-        sent = 2 * _sent_bytes(rows, width, parts, normal)
+        # Up to a third of the memory holds sums that others send.
+        sent = 3 * _sent_bytes(rows, width, parts, normal)
         splits = max(
             1,
             min(
