@@ -8,6 +8,7 @@ from tests.support.refusals import config_error, package_error
 from tests.support.serving import served
 from zjax.cli import serving
 from zjax.serve import Settings
+from zjax.serve.server import listen
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,16 @@ def test_a_missing_package_is_told_before_weights_are_read(monkeypatch):
         "pip install starlette"
     ):
         serving.serve_texts(typed("serve", "--model=nowhere"))
+
+
+def test_an_address_in_use_is_told_before_weights_are_read():
+    with listen(Settings(port=0)) as listener:
+        port = listener.getsockname()[1]
+        with config_error(
+            f"host:port='127.0.0.1:{port}' cannot be listened at (Address already in "
+            "use); use another port or host, or 0 for a free port"
+        ):
+            serving.serve_texts(typed("serve", "--model=nowhere", f"--port={port}"))
 
 
 def test_a_run_is_served(tmp_path):

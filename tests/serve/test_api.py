@@ -159,6 +159,9 @@ def test_chats_go_through_the_template(server):
 
 def test_the_client_of_openai_reads_replies_and_streams(client):
     assert [model.id for model in client.models.list()] == ["llama"]
+    assert client.models.retrieve("llama").model_extra["max_model_len"] == 2048
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
     asked = {"model": "llama", "seed": 3, "max_tokens": 8, "n": 2}
     asked |= {"extra_body": {"ignore_eos": True}, "messages": TALK}
     shown = {"logprobs": True, "top_logprobs": 2}

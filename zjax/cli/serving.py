@@ -14,7 +14,7 @@ from zjax.files import local_path
 from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
 from zjax.serve import Settings, serve
-from zjax.serve.server import check_packages
+from zjax.serve.server import check_packages, listen
 from zjax.serve.settings import KEY_VARIABLE
 from zjax.train.average import with_part
 
@@ -35,6 +35,7 @@ def serve_texts(given: flags.FlagValues) -> None:
     # Whatever is wrong must be told before the weights are read.
     check_packages()
     settings = read_settings(given)
+    listen(settings).close()
     with open_generator(given) as generator:
         # A client would wait for the programs, and find out whether they run.
         generator.generate([[0]], Sampling(max_new_tokens=2))

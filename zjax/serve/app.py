@@ -49,6 +49,11 @@ def make_app(service: Service) -> "Gate":
     async def list_models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model]})
 
+    async def show_model(request: Request) -> Response:
+        if request.path_params["name"] != model["id"]:
+            raise HTTPException(404)
+        return JSONResponse(model)
+
     async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # as the table below says
         path = request.url.path[:100]
@@ -57,6 +62,7 @@ def make_app(service: Service) -> "Gate":
         return JSONResponse(body, error.status_code, error.headers)
 
     gets = {HEALTH: tell_health, "/metrics": tell_metrics, "/v1/models": list_models}
+    gets["/v1/models/{name:path}"] = show_model
     posts = {each.path: Answering(service, each) for each in ENDPOINTS}
     routes = [Route(path, tell, methods=["GET"]) for path, tell in gets.items()]
     routes += [Route(path, each, methods=["POST"]) for path, each in posts.items()]
