@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +244,20 @@ def test_several_processes_are_refused(monkeypatch):
         "processes=2 would each serve requests of their own with one set of weights; "
         "start one process, or use zjax.generate"
     )
+
+
+def test_nothing_stays_on_the_way_when_all_texts_have_ended():
+    """Fails if passes behind the last end are kept until the next request."""
+    with make() as generator:
+        [ended] = generator.generate([[1, 2]], Sampling(max_new_tokens=1))
+        sampling = Sampling(max_new_tokens=12, end_ids=(ended.ids[0],))
+        generator.generate([[1, 2]], sampling)
+        engine = generator._worker._engine
+        for _ in range(100):
+            if not engine._in_flight:
+                break
+            time.sleep(0.05)
+        assert not engine._in_flight
 
 
 def test_a_failure_reaches_all_who_wait(monkeypatch):

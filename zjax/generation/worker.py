@@ -71,9 +71,11 @@ class Worker:
         """Takes orders and runs passes until it is told to end, or fails."""
         try:
             with self._context():
-                while self._take_orders():
-                    for news in self._engine.step() or ():
-                        self._tell(news)
+                news = None
+                while self._take_orders(waits=news is None):
+                    news = self._engine.step()
+                    for each in news or ():
+                        self._tell(each)
             for ticket in {*self._tickets.values()}:
                 self._abort(ticket)
         except BaseException as error:  # whatever ends the thread ends all tickets
@@ -83,10 +85,10 @@ class Worker:
             while not self._orders.empty():
                 self._refuse(self._orders.get(), error)
 
-    def _take_orders(self) -> bool:
-        """Carries out all orders, and waits for one while nothing is to be written."""
-        while not self._tickets or not self._orders.empty():
-            order = self._orders.get()
+    def _take_orders(self, *, waits: bool) -> bool:
+        """Carries out all orders, at least one if nothing is left to run."""
+        while waits or not self._orders.empty():
+            order, waits = self._orders.get(), False
             if order is None:
                 return False
             order()
