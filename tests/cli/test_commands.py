@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,12 @@ from tests.support.command_line import typed
 from tests.support.refusals import config_error
 from zjax.checkpoint.store import Store
 from zjax.cli import commands, main
-from zjax.cli.commands import chosen_step, read_prompts, rewind
+from zjax.cli.commands import chosen_step, rewind
 from zjax.cli.main import COMMANDS
 from zjax.cli.usage import completion_script
 from zjax.data import source
 from zjax.data.evaluation import EvaluationOrder
 from zjax.errors import StorageError
-from zjax.files import MAX_TEXT_BYTES
 from zjax.run import disks
 from zjax.run.bench import state_bytes
 from zjax.storage.array import DiskArray
@@ -45,68 +43,6 @@ def test_rewind_names_what_it_sets_aside(tmp_path, capsys):
         "`zjax train` goes on from step 1; remove what you do not need\n"
     )
     assert Store(str(tmp_path / "checkpoints")).latest() == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"", "has no prompt on line 1; write one, or remove it"),
-        (b"a\n \nb\n", "has no prompt on line 2; write one, or remove it"),
-        (
-            b"\xff",
-            "cannot be read (it is not UTF-8 text); give a text with a prompt a line",
-        ),
-        (
-            b"a" * (MAX_TEXT_BYTES + 1),
-            "cannot be read (it has more than 1,048,576 bytes); "
-            "give a text with a prompt a line",
-        ),
-    ],
-    ids=["empty", "blank-line", "bytes", "large"],
-)
-def test_prompts_are_the_lines_of_a_file(content, problem, tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text(" def f(\nimport\n")
-    assert read_prompts(str(path)) == [" def f(", "import"]
-    path.write_bytes(content)
-    with config_error(f"--file='{path}' {problem}"):
-        read_prompts(str(path))
-
-
-def test_chats_are_messages_of_a_user_or_records_of_a_file(tmp_path):
-    """Fails if a prompt of --chat is continued as text, or a record loses its turns."""
-    [talk] = commands.chats_given(typed("generate", "--chat", "--prompt=Why?"))
-    assert talk.messages == [{"role": "user", "content": "Why?"}]
-    assert commands.describe_text(talk, "So.", as_json=False) == "So."
-    turns = [{"role": role, "content": "x"} for role in ("system", "user")]
-    path = tmp_path / "talks.jsonl"
-    path.write_text(json.dumps({"messages": turns}) + "\n")
-    given = typed("generate", "--chat=checkpoint", f"--file={path}")
-    [talk] = commands.chats_given(given)
-    line = commands.describe_text(talk, "So.", as_json=True)
-    answer = {"role": "assistant", "content": "So."}
-    assert json.loads(line) == {"messages": [*turns, answer]}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("--chat",),
-            "--chat='true' has no message; write it as --prompt, or several in a "
-            "--file",
-        ),
-        (
-            ("--chat", "--prompt=a", "--special_tokens"),
-            "--special_tokens=True has no effect with --chat, whose template has them; "
-            "leave it out",
-        ),
-    ],
-    ids=["no-message", "special-tokens"],
-)
-def test_flags_that_conversations_do_not_read_are_refused(words, message):
-    with config_error(message):
-        commands.chats_given(typed("generate", *words))
 
 
 def test_a_checkpoint_of_hugging_face_is_evaluated_without_a_run(
@@ -147,23 +83,6 @@ def test_the_best_of_what_is_kept_is_not_the_best_without_a_word(tmp_path, caplo
         "evaluation.early_stopping, which saves at each new best, or make "
         "checkpoint.every_steps divide evaluation.every_steps"
     ]
-
-
-def test_the_checkpoint_that_chat_names_ends_texts_too(monkeypatch, capsys):
-    """Fails if its template makes the prompt, and its end ids are not read."""
-    seen = []
-
-    def generate(ids, *, chat, **_):
-        seen.append(chat)
-        return "Four"
-
-    trainer = types.SimpleNamespace(
-        encode_prompts=lambda prompts, **_: prompts, generate=generate
-    )
-    monkeypatch.setattr(commands, "settings", lambda _: None)
-    monkeypatch.setattr(commands, "restored", lambda *_: (trainer, "raw"))
-    commands.generate(typed("generate", "--chat=checkpoint", "--prompt=Two and two?"))
-    assert seen == ["checkpoint"] and capsys.readouterr().out == "Four\n"
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")

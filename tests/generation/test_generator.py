@@ -209,6 +209,13 @@ def test_strings_end_a_text():
         assert text.text == free.text[: free.text.index(stop)]
         joined = [*generator.stream("ab", ended)]
         assert "".join(delta.text for delta in joined) == text.text
+        ids = dataclasses.replace(sampling, end_ids=(free.ids[start + 1],))
+        [text] = generator.generate(["ab"], ids)
+        assert text.finish_reason == "stop" and text.ids[-1] == free.ids[start + 1]
+        # The end id has a letter, which is no part of the text.
+        assert text.text == bytes(x for x in text.ids[:-1] if x < 256).decode(
+            errors="replace"
+        )
 
 
 def test_all_requests_that_cannot_be_served_are_named(generator):
@@ -225,6 +232,39 @@ def test_all_requests_that_cannot_be_served_are_named(generator):
     assert str(error.value) == (
         "prompt='text' is text, and the model has no tokenizer; give ids"
     )
+
+
+def test_a_prompt_without_room_for_a_token_is_told_the_longest(generator):
+    with pytest.raises(ConfigError) as error:
+        generator.check([[1] * 15, [2] * 16])
+    assert str(error.value) == (
+        "prompt='[2, 2, 2, 2, 2, 2, 2' is 16 tokens; use 1 to 15"
+    )
+
+
+def test_any_number_of_prompts_is_read_as_texts_are_written(generator):
+    """Fails if all prompts are held at once, or texts come in another order."""
+    read = []
+
+    def endless():
+        for number in itertools.count():
+            read.append(number)
+            yield PROMPTS[number % len(PROMPTS)]
+
+    wanted = generator.generate(PROMPTS, dataclasses.replace(DRAWN, num_samples=2))
+    many = generator.generate_each(endless(), dataclasses.replace(DRAWN, num_samples=2))
+    for number, texts in enumerate(itertools.islice(many, 9)):
+        place = 2 * (number % len(PROMPTS))
+        assert ids_of(texts) == ids_of(wanted[place : place + 2])
+        assert [text.prompt for text in texts] == [number, number]
+        assert len(read) <= number + 4 * 4 // 2
+    assert len(read) > 9
+    many.close()
+    few = generator.generate_each(PROMPTS[:2], DRAWN)
+    assert [ids_of(texts) for texts in few] == [
+        [text.ids] for text in generator.generate(PROMPTS[:2], DRAWN)
+    ]
+    assert generator.metrics.scheduler.num_running == 0
 
 
 def test_numbers_out_of_range_are_refused():

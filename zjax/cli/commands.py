@@ -1,15 +1,14 @@
-"""Commands that read checkpoints: generate, evaluate, export, rewind and check.
+"""Commands that read checkpoints: evaluate, export, rewind and check.
 
-`zjax generate`, `evaluate` and `export` use the weights of `--part` at `--step`, by
-default the evaluation weights of the newest checkpoint, and print which. `--run` names
-the directory of a run, whose checkpoints hold the settings.
+`zjax generate`, `serve`, `evaluate` and `export` use the weights of `--part` at
+`--step`, by default the evaluation weights of the newest checkpoint, and print which.
+`--run` names the directory of a run, whose checkpoints hold the settings.
 """
 
 import argparse
 import json
 import math
 import os
-import pathlib
 import sys
 from typing import NoReturn
 
@@ -22,13 +21,11 @@ from zjax.checkpoint.start import names_huggingface, saved_parts, settings_of_we
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.verify import describe_verdicts, exit_status, inspect_steps
 from zjax.cli.usage import (
-    NO_VALUE,
     Command,
     OwnFlag,
     choice,
     flag,
     integer,
-    number,
     switch,
 )
 from zjax.config.flags import (
@@ -36,14 +33,13 @@ from zjax.config.flags import (
     changes_given,
     config_from_flags,
     refuse_flags,
+    settings_given,
 )
 from zjax.config.load import load_config
-from zjax.data import tables
-from zjax.data.conversations import ANSWERS, Conversation
-from zjax.data.documents import JSON_SUFFIXES, read_conversations
-from zjax.data.prompts import as_talk
+from zjax.data.prompts import make_prompts
 from zjax.errors import ConfigError, Problem
-from zjax.files import local_path, read_text
+from zjax.files import local_path
+from zjax.generation.generator import Generator
 from zjax.observe.progress import describe_values
 from zjax.processes import hold
 from zjax.run.ending import lowest_evaluation
@@ -53,10 +49,12 @@ from zjax.settings.choices import value_at
 from zjax.settings.convert import current
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
-from zjax.train.average import PARTS, choose_part, parts_of
+from zjax.train.average import PARTS, choose_part, parts_of, with_part
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
+MODEL = flag("model", "Directory of a Hugging Face checkpoint.")
+MAX_ROWS = integer("max_rows", "Texts that are written at once.", 64)
 PART = choice(
     "part", "Which weights; auto takes averaged ones.", "auto", enum_values=PARTS
 )
@@ -64,8 +62,6 @@ STEP = flag("step", "Checkpoint: latest, best or a number.", "latest")
 SPECIAL_TOKENS = switch(
     "special_tokens", "Names of special tokens in a text are these tokens."
 )
-CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
-"""Suffixes of files that hold conversations instead of texts."""
 _MAX_DIGITS = 18
 """Digits of a step that fits an int64."""
 _MAX_EXPONENT = 700
@@ -161,129 +157,23 @@ def restored(config: Config, given: flags.FlagValues) -> tuple[Trainer, str]:
     return trainer, part
 
 
-def generate(given: flags.FlagValues) -> None:
-    """Continues a prompt, or answers a message, with the weights of a checkpoint.
+def open_generator(given: flags.FlagValues, chat: str = "") -> tuple[Generator, str]:
+    """Opens a generator of a run, or of a Hugging Face checkpoint; names the weights.
 
-    Each prompt of a file gives one line of JSON, `{"prompt": ..., "text": ...}` or
-    `{"messages": ...}` with the answer. The results do not depend on the number of
-    prompts.
+    `chat` is a directory with a chat template, in place of the template of a run.
     """
-    check_sampling(given.temperature, given.top_p)
-    prompts = chats_given(given) if given.chat else texts_given(given)
-    is_named = given.chat not in ("", NO_VALUE)
-    chat = local_path("chat", given.chat) if is_named else ""
+    if given.model:
+        named = ["run", "part", "step", *FILE_FLAGS, *settings_given(given)]
+        refuse_flags(given, named, "has no effect with --model")
+        directory = local_path("model", given.model)
+        return Generator(directory, max_rows=given.max_rows), directory
     trainer, part = restored(settings(given), given)
-    # All prompts are checked before any text is written.
-    encoded = trainer.encode_prompts(
-        prompts, chat=chat, special_tokens=given.special_tokens
-    )
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        text = trainer.generate(
-            ids,
-            chat=chat,
-            max_new_tokens=given.max_new_tokens,
-            temperature=given.temperature,
-            top_k=given.top_k,
-            top_p=given.top_p,
-            seed=given.seed,
-            part=part,
-        )
-        print(describe_text(prompt, text, as_json=bool(given.file)), flush=True)
-
-
-GENERATE = Command(
-    generate,
-    "Continues a prompt with the weights of a checkpoint.",
-    'zjax generate --config=quickstart --prompt="def "\n'
-    "zjax generate --run=runs/quickstart --file=prompts.txt\n"
-    'zjax generate --run=runs/chat --chat --prompt="Who are you?"',
-    (
-        RUN,
-        PART,
-        STEP,
-        flag("prompt", "Text to continue.", "def "),
-        flag("file", "Text with a prompt a line; prints a line of JSON for each."),
-        chat_flag(
-            "Takes prompts for messages, and answers them through the chat template of "
-            "the data, or of this checkpoint."
-        ),
-        SPECIAL_TOKENS,
-        integer("max_new_tokens", "Tokens to add; 0 fills the context.", 0),
-        number("temperature", "0 takes the most likely token.", 0.8),
-        integer(
-            "top_k", "Most likely tokens to draw from; 0 is all.", 40, lower_bound=0
-        ),
-        number("top_p", "Probability of the tokens to draw from.", 1.0),
-        integer("seed", "Seed of the draws.", 0, lower_bound=0),
-    ),
-)
-
-
-def texts_given(given: flags.FlagValues) -> list[str]:
-    """Reads the texts to continue: the lines of `--file`, or `--prompt`."""
-    if not given.file:
-        return [given.prompt]
-    refuse_flags(given, ["prompt"], "has no effect with --file")
-    return read_prompts(given.file)
-
-
-def chats_given(given: flags.FlagValues) -> list[Conversation]:
-    """Reads the conversations to answer.
-
-    `--prompt`, or each line of a text file, is the message of a user. JSON Lines and
-    tables hold conversations of several messages.
-    """
-    problem = "has no effect with --chat, whose template has them"
-    refuse_flags(given, ["special_tokens"], problem)
-    if not given.file and not given["prompt"].present:
-        remedy = "write it as --prompt, or several in a --file"
-        raise ConfigError(Problem("--chat", given.chat, "has no message", remedy))
-    if pathlib.Path(given.file).suffix.lower() in CONVERSATION_SUFFIXES:
-        refuse_flags(given, ["prompt"], "has no effect with --file")
-        documents = read_conversations(
-            pathlib.Path(local_path("file", given.file)), set()
-        )
-        return [document.talk for document in documents if document.talk is not None]
-    return [as_talk([{"role": "user", "content": text}]) for text in texts_given(given)]
-
-
-def describe_text(given: str | Conversation, text: str, *, as_json: bool) -> str:
-    """Formats a prompt with the generated text, as plain text or as a line of JSON."""
-    if isinstance(given, Conversation):
-        answer = {"role": ANSWERS, "content": text}
-        shown, record = text, {"messages": [*given.messages, answer]}
-    else:
-        shown, record = given + text, {"prompt": given, "text": given + text}
-    return json.dumps(record, ensure_ascii=False) if as_json else shown
-
-
-def read_prompts(path: str) -> list[str]:
-    """Reads the prompts of `--file`, one on each line; no line may be empty."""
-    path = local_path("file", path)
-    try:
-        lines = read_text(path).splitlines()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        problem, remedy = f"cannot be read ({why})", "give a text with a prompt a line"
-        raise ConfigError(Problem("--file", path, problem, remedy)) from error
-    empty = [number for number, line in enumerate(lines, 1) if not line.strip()]
-    if empty or not lines:
-        problem = f"has no prompt on line {empty[0] if empty else 1}"
-        raise ConfigError(Problem("--file", path, problem, "write one, or remove it"))
-    return lines
-
-
-def check_sampling(temperature: float, top_p: float) -> None:
-    """Refuses sampling flags out of range, before weights are read."""
-    problems = []
-    if not 0 <= temperature < math.inf:
-        remedy = "use 0 or more"
-        problems += [Problem("--temperature", temperature, "is out of range", remedy)]
-    if not 0 < top_p <= 1:
-        remedy = "use more than 0, and at most 1"
-        problems += [Problem("--top_p", top_p, "is out of range", remedy)]
-    if problems:
-        raise ConfigError(*problems)
+    config, state = trainer.config, with_part(trainer.state, part)
+    prompts = None
+    if chat:
+        prompts = make_prompts(config.data, config.model.vocab_size, chat)
+    generator = Generator(trainer.run, state, prompts=prompts, max_rows=given.max_rows)
+    return generator, f"{part} of step {trainer.step} in {config.directory}"
 
 
 EVALUATE_FLAGS = (

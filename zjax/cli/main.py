@@ -13,7 +13,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from zjax import data, processes
-from zjax.cli import commands, data_commands
+from zjax.cli import commands, data_commands, generating
 from zjax.cli.data_commands import MAX_PROCESSES
 from zjax.cli.serving import SERVE
 from zjax.cli.tune import MAX_TRIALS, tune
@@ -369,7 +369,7 @@ COMMANDS = {
     "plan": PLAN,
     "bench": BENCH,
     "tune": TUNE,
-    "generate": commands.GENERATE,
+    "generate": generating.GENERATE,
     "serve": SERVE,
     "evaluate": EVALUATE,
     "data prepare": data_commands.PREPARE,

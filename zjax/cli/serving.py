@@ -8,15 +8,13 @@ from absl import flags
 
 from zjax.cli import commands
 from zjax.cli.usage import Command, flag, integer, number
-from zjax.config.flags import FILE_FLAGS, refuse_flags, settings_given
+from zjax.config.flags import settings_given
 from zjax.errors import ConfigError, Problem
-from zjax.files import local_path
 from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
 from zjax.serve import Settings, serve
 from zjax.serve.server import check_packages, listen
 from zjax.serve.settings import KEY_VARIABLE
-from zjax.train.average import with_part
 
 _LIMITS = (
     "max_body_bytes",
@@ -35,8 +33,12 @@ def serve_texts(given: flags.FlagValues) -> None:
     # Whatever is wrong must be told before the weights are read.
     check_packages()
     settings = read_settings(given)
+    if not (given.model or given.run or settings_given(given)):
+        remedy = "give --run=DIR of a run, or --model=DIR of a Hugging Face checkpoint"
+        raise ConfigError(Problem("--run", "", "names nothing to serve", remedy))
     listen(settings).close()
-    with open_generator(given) as generator:
+    generator, _ = commands.open_generator(given)
+    with generator:
         # A client would wait for the programs, and find out whether they run.
         generator.generate([[0]], Sampling(max_new_tokens=2))
 
@@ -58,21 +60,6 @@ def read_settings(given: flags.FlagValues) -> Settings:
         served_name=name,
         **{each: getattr(given, each) for each in _LIMITS},
     )
-
-
-def open_generator(given: flags.FlagValues) -> Generator:
-    """Opens the generator of a run, or of a Hugging Face checkpoint."""
-    if given.model:
-        named = ["run", "part", "step", *FILE_FLAGS, *settings_given(given)]
-        refuse_flags(given, named, "has no effect with --model")
-        directory = local_path("model", given.model)
-        return Generator(directory, max_rows=given.max_rows)
-    if not (given.run or settings_given(given)):
-        remedy = "give --run=DIR of a run, or --model=DIR of a Hugging Face checkpoint"
-        raise ConfigError(Problem("--run", "", "names nothing to serve", remedy))
-    trainer, part = commands.restored(commands.settings(given), given)
-    state = with_part(trainer.state, part)
-    return Generator(trainer.run, state, max_rows=given.max_rows)
 
 
 def describe_server(address: str, generator: Generator, settings: Settings) -> str:
@@ -102,12 +89,12 @@ SERVE = Command(
         commands.RUN,
         commands.PART,
         commands.STEP,
-        flag("model", "Directory of a Hugging Face checkpoint."),
+        commands.MODEL,
         flag("host", "Address; others than loopback need a key.", Settings.host),
         integer("port", "Port; 0 is a free one.", Settings.port),
         flag("api_key", f"Key that clients send; better set {KEY_VARIABLE}."),
         flag("served_name", "Name of the model; that of the directory by default."),
-        integer("max_rows", "Texts that are written at once.", 64),
+        commands.MAX_ROWS,
         integer("max_requests", "Requests at once.", Settings.max_requests),
         integer("max_request_rows", "Texts of a request.", Settings.max_request_rows),
         integer(

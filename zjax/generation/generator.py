@@ -1,5 +1,6 @@
 """Generator: a model that writes texts for many requests at once."""
 
+import collections
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ from zjax.generation.sizes import MAX_ROWS, PAGE_SIZE, count_pages, sizes_of
 from zjax.generation.text import TextStream
 from zjax.generation.tickets import Delta, Ticket
 from zjax.generation.worker import Served, Worker
+
+_AHEAD = 4
+"""Rows in flight for each row that is written: a long text delays no other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Generator:
         if problems:
             raise ConfigError(*problems)
         self.max_length = max_length or longest
+        self.max_rows = max_rows
         with opened.context():
             engine = self._make_engine(stored(opened.decoder), max_rows, num_pages)
         self._scheduler = engine.scheduler
@@ -162,6 +167,66 @@ class Generator:
             for number, ticket in enumerate(tickets)
             for text in _collect(number, ticket)
         ]
+
+    def generate_each(
+        self,
+        prompts: Iterable[Given],
+        sampling: Sampling = GREEDY,
+        *,
+        special_tokens: bool = False,
+    ) -> Iterator[list[Text]]:
+        """Writes texts, and yields the texts of each prompt in order.
+
+        Prompts are read while texts are written, 4 rows ahead for each row of
+        `max_rows`, so that any number of prompts fits the memory. Leaving the loop ends
+        the texts in flight.
+
+        Args:
+            prompts: Texts, token ids, or conversations (lists of messages).
+            sampling: How tokens are chosen, and where texts end.
+            special_tokens: Whether names of special tokens in a text are these tokens.
+
+        Yields:
+            `num_samples` texts of a prompt.
+
+        Raises:
+            ConfigError: A prompt cannot be served; `check` tells before.
+            DataError: A chat template refuses a conversation.
+        """
+        most = max(_AHEAD * self.max_rows // max(sampling.num_samples, 1), 1)
+        flying = collections.deque[tuple[int, Ticket]]()
+        form = {"special_tokens": special_tokens, "is_streamed": False}
+        try:
+            for number, prompt in enumerate(prompts):
+                flying.append((number, self.submit(prompt, sampling, **form)))
+                if len(flying) == most:
+                    yield _collect(*flying.popleft())
+            while flying:
+                yield _collect(*flying.popleft())
+        finally:
+            for _, ticket in flying:
+                ticket.cancel()
+
+    def check(
+        self,
+        prompts: Iterable[Given],
+        sampling: Sampling = GREEDY,
+        *,
+        special_tokens: bool = False,
+    ) -> None:
+        """Refuses prompts that cannot be served, in one error, and writes nothing.
+
+        Args:
+            prompts: Texts, token ids, or conversations (lists of messages).
+            sampling: How tokens are chosen, and where texts end.
+            special_tokens: Whether names of special tokens in a text are these tokens.
+
+        Raises:
+            ConfigError: Prompts or settings that cannot be served.
+            DataError: A chat template refuses a conversation.
+        """
+        for _ in self._tickets(prompts, sampling, special_tokens=special_tokens):
+            pass
 
     def submit(
         self,
@@ -225,19 +290,29 @@ class Generator:
 
     def _submit_all(self, prompts: Iterable[Given], sampling: Sampling) -> list[Ticket]:
         """Starts requests, or refuses all if one cannot be served."""
-        encoded = [(prompt, self._encode(prompt)) for prompt in prompts]
-        tickets, problems = [], []
-        for prompt, ids in encoded:
-            try:
-                tickets.append(self._ticket(prompt, ids, sampling, is_streamed=False))
-            except ConfigError as error:
-                problems += error.problems
-        if problems:
-            # The same setting would be named for each prompt.
-            raise ConfigError(*{str(x): x for x in problems}.values())
+        tickets = [*self._tickets(prompts, sampling)]
         for ticket in tickets:
             self._worker.add(ticket)
         return tickets
+
+    def _tickets(
+        self,
+        prompts: Iterable[Given],
+        sampling: Sampling,
+        *,
+        special_tokens: bool = False,
+    ) -> Iterator[Ticket]:
+        """Yields tickets of prompts; one error at the end names all refused prompts."""
+        problems = dict[str, Problem]()
+        for prompt in prompts:
+            ids = self._encode(prompt, special_tokens=special_tokens)
+            try:
+                yield self._ticket(prompt, ids, sampling, is_streamed=False)
+            except ConfigError as error:
+                # The same setting would be named for each prompt.
+                problems |= {str(x): x for x in error.problems}
+        if problems:
+            raise ConfigError(*problems.values())
 
     def _encode(self, prompt: Given, *, special_tokens: bool = False) -> list[int]:
         """Returns the tokens of a prompt."""
@@ -282,10 +357,11 @@ class Generator:
             )
             for number in range(max(sampling.num_samples, 1))
         ]
+        size_problems = [*_length_problems(prompt, ids, self.max_length)]
         problems = [
             *_id_problems(prompt, ids, self.config.vocab_size),
             *sampling.problems(self.config.vocab_size),
-            *self._scheduler.find_problems(samples[0]),
+            *(size_problems or self._scheduler.find_problems(samples[0])),
         ]
         if sampling.stop and self._prompts is None:
             remedy = "give end_ids"
@@ -317,6 +393,13 @@ def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
     if wrong:
         problem, remedy = f"has {wrong[0]}, which is no id of {size}", "check the ids"
         yield Problem("prompt", describe_prompt(prompt), problem, remedy)
+
+
+def _length_problems(prompt: Given, ids: list[int], longest: int) -> Iterator[Problem]:
+    """Yields the problem of a prompt that leaves no room for a token."""
+    if len(ids) >= longest:
+        shown, remedy = describe_prompt(prompt), f"use 1 to {longest - 1}"
+        yield Problem("prompt", shown, f"is {len(ids)} tokens", remedy)
 
 
 def _collect(number: int, ticket: Ticket) -> list[Text]:

@@ -120,6 +120,8 @@ class Ticket:
         if self._streams:
             stream = self._streams[sample]
             for number, token in enumerate(ids, start=1):
+                if token in (self.sampling.end_ids or ()):
+                    break  # an end id ends the text, and is no part of the text
                 piece, is_over = stream.push(token)
                 text += piece
                 if is_over:

@@ -1,0 +1,305 @@
+"""Texts of `zjax generate`: prompts, flags, and files that are gone on with."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from tests.support import small_llama, small_run
+from tests.support.command_line import typed
+from tests.support.refusals import config_error
+from zjax.cli import commands, generating
+from zjax.cli.prompt_file import chats_given, read_prompts, texts_given
+from zjax.data.prompts import as_talk
+from zjax.files import MAX_TEXT_BYTES
+from zjax.generation.generator import Generator
+from zjax.generation.sampling import Sampling
+
+PROMPTS = ["5 6 7", "8", "9 10", "11 12 13 14", "15"]
+DRAWN = ("--temperature=2", "--max_new_tokens=4", "--seed=3")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "has no prompt on line 1; write one, or remove it"),
+        (b"a\n \nb\n", "has no prompt on line 2; write one, or remove it"),
+        (
+            b"\xff",
+            "cannot be read (it is not UTF-8 text); give a text with a prompt a line",
+        ),
+        (
+            b"a" * (MAX_TEXT_BYTES + 1),
+            "cannot be read (it has more than 1,048,576 bytes); "
+            "give a text with a prompt a line",
+        ),
+    ],
+    ids=["empty", "blank-line", "bytes", "large"],
+)
+def test_prompts_are_the_lines_of_a_file(content, problem, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text(" def f(\nimport\n")
+    assert read_prompts(str(path)) == [" def f(", "import"]
+    path.write_bytes(content)
+    with config_error(f"--file='{path}' {problem}"):
+        read_prompts(str(path))
+
+
+def test_chats_are_messages_of_a_user_or_records_of_a_file(tmp_path):
+    """Fails if a prompt of --chat is continued as text, or a record loses its turns."""
+    [talk] = chats_given(typed("generate", "--chat", "--prompt=Why?"))
+    assert talk.messages == [{"role": "user", "content": "Why?"}]
+    assert generating.describe_text(talk, "So.", as_json=False) == "So."
+    turns = [{"role": role, "content": "x"} for role in ("system", "user")]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    given = typed("generate", "--chat=checkpoint", f"--file={path}")
+    [talk] = chats_given(given)
+    line = generating.describe_text(talk, "So.", as_json=True)
+    answer = {"role": "assistant", "content": "So."}
+    assert json.loads(line) == {"messages": [*turns, answer]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--chat",),
+            "--chat='true' has no message; write it as --prompt, or several in a "
+            "--file",
+        ),
+        (
+            ("--chat", "--prompt=a", "--special_tokens"),
+            "--special_tokens=True has no effect with --chat, whose template has them; "
+            "leave it out",
+        ),
+    ],
+    ids=["no-message", "special-tokens"],
+)
+def test_flags_that_conversations_do_not_read_are_refused(words, message):
+    with config_error(message):
+        chats_given(typed("generate", *words))
+
+
+def test_the_checkpoint_that_chat_names_ends_texts_too(opened, monkeypatch):
+    """Fails if its template makes the prompt, and its end ids are not read."""
+    seen = []
+
+    def make(*_, **given):
+        seen.append(given)
+        return opened[0]
+
+    run = types.SimpleNamespace(config=small_run.make_config("runs/none"))
+    trainer = types.SimpleNamespace(run=run, config=run.config, state=None, step=8)
+    monkeypatch.setattr(commands, "restored", lambda *_: (trainer, "raw"))
+    monkeypatch.setattr(commands, "settings", lambda _: None)
+    monkeypatch.setattr(commands, "with_part", lambda *_: None)
+    monkeypatch.setattr(commands, "make_prompts", lambda *given: given)
+    monkeypatch.setattr(commands, "Generator", make)
+    chat = generating.chat_folder(typed("generate", "--chat=checkpoint"))
+    commands.open_generator(typed("generate"), chat)
+    assert seen[0]["prompts"] == (run.config.data, 61, "checkpoint")
+    assert generating.chat_folder(typed("generate", "--chat")) == ""
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """A generator of a run, which all tests share."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    small_run.fit(folder, "checkpoint.every_steps=4")
+    given = typed("generate", f"--run={folder}", "--max_rows=2")
+    generator, weights = commands.open_generator(given)
+    with generator:
+        yield generator, weights
+
+
+@pytest.fixture
+def write(opened, tmp_path, monkeypatch):
+    """Function that runs the command on the prompts, and returns the output file."""
+    monkeypatch.setattr(commands, "open_generator", lambda *_: opened)
+    monkeypatch.setattr(opened[0], "close", lambda: None)
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n")
+    output = tmp_path / "out.jsonl"
+
+    def write(*words):
+        common = f"--file={path}", f"--output={output}", *DRAWN
+        generating.generate(typed("generate", *common, *words))
+        return output
+
+    return write
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_hold_the_texts_in_the_order_of_the_file(write, opened):
+    """Fails if a line has another prompt, sample or text than a generator writes."""
+    more = "--num_samples=2", "--num_logprobs=1", "--repetition_penalty=1.5"
+    rows = read(write(*more))
+    sampling = Sampling(
+        max_new_tokens=4,
+        temperature=2.0,
+        top_k=40,
+        seed=3,
+        num_samples=2,
+        num_logprobs=1,
+        repetition_penalty=1.5,
+    )
+    wanted = opened[0].generate(PROMPTS, sampling)
+    assert [row["prompt"] for row in rows] == [x for x in PROMPTS for _ in range(2)]
+    assert [row["sample"] for row in rows] == [0, 1] * len(PROMPTS)
+    assert [row["text"] for row in rows] == [text.text for text in wanted]
+    assert [row["ids"] for row in rows] == [text.ids for text in wanted]
+    assert len({str(row["ids"]) for row in rows}) > len(PROMPTS)
+    assert {row["finish_reason"] for row in rows} <= {"length", "stop"}
+    for row, text in zip(rows, wanted, strict=True):
+        np.testing.assert_allclose(row["logprobs"], text.logprobs, atol=1e-4)
+        assert [len(best) for best in row["best"]] == [1] * len(row["ids"])
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 4, 5, 10])
+def test_a_file_that_was_cut_is_gone_on_with(write, opened, monkeypatch, num_lines):
+    """Fails if lines are lost, repeated or torn, or if done prompts are written."""
+    output = write("--num_samples=2")
+    whole = output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    torn = b"".join(lines[:num_lines]) + b"".join(lines[num_lines:])[:9]
+    output.write_bytes(torn)
+    asked, submit = [], opened[0].submit
+
+    def counted(prompt, *given, **named):
+        asked.append(prompt)
+        return submit(prompt, *given, **named)
+
+    monkeypatch.setattr(opened[0], "submit", counted)
+    assert write("--num_samples=2").read_bytes() == whole
+    assert asked == PROMPTS[num_lines // 2 :]
+
+
+def test_a_file_of_other_texts_is_refused(write, tmp_path):
+    """Fails if texts of other prompts or settings are mixed, or a file is lost."""
+    output = write()
+    whole = output.read_bytes()
+    held = f"--output='{output}' holds texts of"
+    with config_error(
+        f"{held} temperature=2.0, not 1.0; name another file\n"
+        f"{held} stop=[], not ['1']; name another file"
+    ):
+        write("--temperature=1", "--stop=1")
+    with pytest.raises(ValueError, match="holds texts of prompts='"):
+        (tmp_path / "other.txt").write_text("5\n")
+        write(f"--file={tmp_path / 'other.txt'}")
+    (tmp_path / "out.jsonl.origin.json").unlink()
+    with config_error(
+        f"--output='{output}' holds texts, and out.jsonl.origin.json does not say of "
+        "which prompts; name another file"
+    ):
+        write()
+    assert output.read_bytes() == whole
+
+
+def test_a_prompt_that_cannot_be_served_is_named_before_a_text_is_written(
+    write, tmp_path
+):
+    path = tmp_path / "long.txt"
+    path.write_text(f"5\n{'6 ' * 99}\n")
+    with config_error(
+        "--top_k=62 is not between 0 and model.vocab_size=61; use 0 for all\n"
+        "prompt='6 6 6 6 6 6 6 6 6 6 ' is 99 tokens; use 1 to 15"
+    ):
+        write(f"--file={path}", "--top_k=62")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_sampling_out_of_range_is_refused_by_flag():
+    words = "--temperature=-1", "--top_p=0", "--min_p=2", "--num_samples=0"
+    with config_error(
+        "--num_samples=0 is below 1; use 1\n"
+        "--temperature=-1.0 is neither 0 nor 1e-05 or more; use 0 for the most likely "
+        "token, or 1 for the model's distribution\n"
+        "--top_p=0.0 is not above 0 and up to 1; use 1 for all\n"
+        "--min_p=2.0 is not between 0 and 1; use 0 for all"
+    ):
+        generating.read_sampling(typed("generate", *words))
+    with config_error("--num_logprobs=1 has no effect without --output; leave it out"):
+        generating.read_sampling(typed("generate", "--num_logprobs=1"))
+
+
+def test_all_flags_of_sampling_are_read():
+    words = {
+        "max_new_tokens": 9,
+        "min_new_tokens": 1,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.125,
+        "frequency_penalty": -0.5,
+        "num_samples": 2,
+        "num_logprobs": 4,
+        "seed": 6,
+    }
+    given = (f"--{name}={value}" for name, value in words.items())
+    stop = "--stop=, and", "--stop=b", "--output=x"
+    sampling = generating.read_sampling(typed("generate", *given, *stop))
+    assert sampling == Sampling(**words, stop=(", and", "b"))
+
+
+def test_texts_are_a_field_of_records(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\\nb", "question": "c"}\n')
+    given = f"--file={path}"
+    assert texts_given(typed("generate", given)) == ["a\nb"]
+    assert texts_given(typed("generate", given, "--text_field=question")) == ["c"]
+    path.write_text('{"prompt": [1, 2]}\n')
+    with config_error(
+        f"--file='{path}' has token ids in 'prompt'; choose another --text_field"
+    ):
+        texts_given(typed("generate", given))
+
+
+def test_a_checkpoint_of_hugging_face_answers_without_a_run(tmp_path, monkeypatch):
+    """Fails if other weights, another template, or another order make the answers."""
+    monkeypatch.chdir(tmp_path)
+    folder = small_llama.write(tmp_path / "llama", max_length=64)
+    talks = [[{"role": "user", "content": text}] for text in ("Why?", "So?", "a")]
+    lines = [json.dumps({"messages": talk}) for talk in talks]
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
+    files = "--file=talks.jsonl", "--output=new/answers.jsonl"
+    greedy = "--temperature=0", "--max_new_tokens=5", "--max_rows=2"
+    words = f"--model={folder}", "--chat", *files, *greedy
+    generating.generate(typed("generate", *words))
+    rows = read(tmp_path / "new" / "answers.jsonl")
+    with Generator(folder, max_rows=2) as generator:
+        wanted = generator.generate(
+            [as_talk(talk) for talk in talks], Sampling(max_new_tokens=5)
+        )
+    assert [row["messages"] for row in rows] == talks
+    assert [row["ids"] for row in rows] == [text.ids for text in wanted]
+    assert [row["text"] for row in rows] == [text.text for text in wanted]
+    assert "logprobs" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--model=a", "--run=b", "--step=3"),
+            "--run='b' has no effect with --model; leave it out\n"
+            "--step='3' has no effect with --model; leave it out",
+        ),
+        (
+            ("--model=a", "--chat=b", "--prompt=c"),
+            "--chat='b' has no effect with --model, which has a chat template; use "
+            "--chat without a directory",
+        ),
+    ],
+    ids=["run", "chat"],
+)
+def test_flags_that_a_model_does_not_read_are_refused(words, message):
+    with config_error(message):
+        generating.generate(typed("generate", *words))

@@ -1,0 +1,262 @@
+"""Command that continues prompts, or answers messages: `zjax generate`."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from zjax.cli import commands
+from zjax.cli.prompt_file import Prompt, chats_given, texts_given
+from zjax.cli.text_file import TextFile
+from zjax.cli.usage import NO_VALUE, Command, flag, integer, number
+from zjax.config.flags import changes_given, refuse_flags
+from zjax.data.conversations import ANSWERS, Conversation
+from zjax.errors import ConfigError, Problem
+from zjax.files import local_path
+from zjax.generation.generator import Generator, Text
+from zjax.generation.sampling import Sampling
+
+_SAMPLING = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "num_samples",
+    "num_logprobs",
+    "seed",
+)
+"""Flags that are settings of `Sampling` under the same names, besides `stop`."""
+
+
+def generate(given: flags.FlagValues) -> None:
+    """Continues a prompt, or answers a message, with the weights of a checkpoint.
+
+    Each prompt of a file gives one line of JSON, `{"prompt": ..., "text": ...}` or
+    `{"messages": ...}` with the answer. The results do not depend on the number of
+    prompts.
+    """
+    # Whatever is wrong must be told before the weights are read.
+    sampling = read_sampling(given)
+    prompts = chats_given(given) if given.chat else texts_given(given)
+    generator, weights = commands.open_generator(given, chat_folder(given))
+    special = {"special_tokens": given.special_tokens}
+    with generator:
+        # All prompts are checked before any text is written.
+        with flags_named():
+            generator.check(prompts, sampling, **special)
+        if given.output:
+            path = pathlib.Path(local_path("output", given.output))
+            origin = origin_of(given, sampling, weights)
+            with TextFile(path, origin, sampling.num_samples) as file:
+                write_file(file, generator, prompts, sampling, **special)
+            return
+        found = generator.generate_each(prompts, sampling, **special)
+        for prompt, texts in zip(prompts, found, strict=True):
+            for text in texts:
+                line = describe_text(prompt, text.text, as_json=bool(given.file))
+                print(line, flush=True)
+
+
+def read_sampling(given: flags.FlagValues) -> Sampling:
+    """Reads how tokens are chosen, or refuses flags out of range."""
+    values: dict[str, Any] = {name: given[name].value for name in _SAMPLING}
+    sampling = Sampling(**values, stop=tuple(given.stop))
+    with flags_named():
+        # The vocabulary is known with the weights, and is asked then.
+        if problems := sampling.problems(vocab_size=sys.maxsize):
+            raise ConfigError(*problems)
+    if not given.output:
+        refuse_flags(given, ["num_logprobs"], "has no effect without --output")
+    return sampling
+
+
+@contextlib.contextmanager
+def flags_named() -> Iterator[None]:
+    """Names settings of `Sampling` in errors as the flags that were typed."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = [
+            dataclasses.replace(problem, field=f"--{problem.field}")
+            if problem.field in (*_SAMPLING, "stop")
+            else problem
+            for problem in error.problems
+        ]
+        raise ConfigError(*problems) from error
+
+
+def chat_folder(given: flags.FlagValues) -> str:
+    """Directory of the chat template that `--chat` names; empty if it names none."""
+    if given.chat in ("", NO_VALUE):
+        return ""
+    if given.model:
+        problem = "has no effect with --model, which has a chat template"
+        remedy = "use --chat without a directory"
+        raise ConfigError(Problem("--chat", given.chat, problem, remedy))
+    return local_path("chat", given.chat)
+
+
+def origin_of(
+    given: flags.FlagValues, sampling: Sampling, weights: str
+) -> dict[str, Any]:
+    """Lists all that texts of a file depend on."""
+    content = given.prompt.encode()
+    if given.file:
+        content = pathlib.Path(local_path("file", given.file)).read_bytes()
+    return {
+        "prompts": hashlib.sha256(content).hexdigest(),
+        "weights": weights,
+        "settings": changes_given(given),
+        "chat": given.chat,
+        "text_field": given.text_field,
+        "special_tokens": given.special_tokens,
+        **dataclasses.asdict(sampling),
+    }
+
+
+def write_file(
+    file: TextFile,
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    special_tokens: bool,
+) -> None:
+    """Writes the texts of prompts that a file lacks."""
+    left = prompts[file.num_prompts :]
+    found = generator.generate_each(left, sampling, special_tokens=special_tokens)
+    with Progress(len(prompts), file.num_prompts, sampling.num_samples) as progress:
+        for prompt, texts in zip(left, found, strict=True):
+            for text in texts:
+                file.write(record_of(prompt, text))
+            progress.advance(generator.metrics.num_written)
+
+
+def record_of(prompt: Prompt, text: Text) -> dict[str, Any]:
+    """Makes the record of a text in a file."""
+    record: dict[str, Any] = {"prompt": prompt}
+    if isinstance(prompt, Conversation):
+        record = {"messages": [*prompt.messages]}
+    record |= {
+        "text": text.text,
+        "sample": text.sample,
+        "ids": text.ids,
+        "finish_reason": text.finish_reason,
+    }
+    if text.logprobs is not None:
+        record["logprobs"] = text.logprobs
+    if text.best is not None:
+        record["best"] = text.best
+    return record
+
+
+class Progress:
+    """Progress bar on stderr, if that is a terminal."""
+
+    def __init__(self, num_prompts: int, num_done: int, num_samples: int):
+        self._num_left = num_prompts - num_done
+        self._num_samples, self._start = num_samples, time.monotonic()
+        console = Console(stderr=True)
+        self._bar = Bar(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=num_prompts, completed=num_done)
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._bar.stop()
+
+    def advance(self, num_tokens: int) -> None:
+        """Shows one more prompt, and the tokens that were written so far."""
+        self._num_left -= 1
+        speed = num_tokens / (time.monotonic() - self._start)
+        left = self._num_left * self._num_samples
+        text = f"{speed:,.0f} tokens/s, {left:,} rows left"
+        self._bar.update(self._task, advance=1, description=text)
+
+
+def describe_text(given: Prompt, text: str, *, as_json: bool) -> str:
+    """Formats a prompt with the generated text, as plain text or as a line of JSON."""
+    if isinstance(given, Conversation):
+        answer = {"role": ANSWERS, "content": text}
+        shown, record = text, {"messages": [*given.messages, answer]}
+    else:
+        shown, record = given + text, {"prompt": given, "text": given + text}
+    return json.dumps(record, ensure_ascii=False) if as_json else shown
+
+
+GENERATE = Command(
+    generate,
+    "Continues prompts with the weights of a checkpoint.",
+    'zjax generate --config=quickstart --prompt="def "\n'
+    "zjax generate --run=runs/quickstart --file=prompts.txt\n"
+    "zjax generate --model=checkpoints/Qwen3-8B --file=a.jsonl --output=b.jsonl\n"
+    'zjax generate --run=runs/chat --chat --prompt="Who are you?"',
+    (
+        commands.RUN,
+        commands.PART,
+        commands.STEP,
+        commands.MODEL,
+        flag("prompt", "Text to continue.", "def "),
+        flag(
+            "file",
+            "Text with a prompt a line, JSON Lines or Parquet; prints a line of JSON "
+            "for each.",
+        ),
+        flag("text_field", "Field of the prompt in JSON Lines or Parquet.", "prompt"),
+        flag("output", "JSON Lines to write, or to go on with, a line for a text."),
+        commands.chat_flag(
+            "Takes prompts for messages, and answers them through the chat template of "
+            "the data, or of this checkpoint."
+        ),
+        commands.SPECIAL_TOKENS,
+        integer("max_new_tokens", "Tokens to add; 0 fills the context.", 0),
+        integer("min_new_tokens", "Tokens before a text may end.", 0),
+        number("temperature", "0 takes the most likely token.", 0.8),
+        integer(
+            "top_k", "Most likely tokens to draw from; 0 is all.", 40, lower_bound=0
+        ),
+        number("top_p", "Probability of the tokens to draw from.", 1.0),
+        number("min_p", "Least probability to draw, over the largest.", 0.0),
+        number("repetition_penalty", "Above 1 avoids tokens that came before.", 1.0),
+        number("presence_penalty", "Taken from logits of tokens in the text.", 0.0),
+        number("frequency_penalty", "Taken from logits for each occurrence.", 0.0),
+        flag(
+            "stop",
+            "String that ends a text; may be repeated.",
+            [],
+            flags.DEFINE_multi_string,
+        ),
+        integer("num_samples", "Texts of a prompt.", 1),
+        integer(
+            "num_logprobs",
+            "Likely tokens of each place to write beside the chosen one.",
+            None,
+        ),
+        integer("seed", "Seed of the draws.", 0, lower_bound=0),
+        commands.MAX_ROWS,
+    ),
+)

@@ -1,0 +1,69 @@
+"""Prompts that a command line names: one, or each line or record of a file."""
+
+import pathlib
+
+from absl import flags
+
+from zjax.config.flags import refuse_flags
+from zjax.data import tables
+from zjax.data.conversations import Conversation
+from zjax.data.documents import JSON_SUFFIXES, read_conversations, read_documents
+from zjax.data.prompts import as_talk
+from zjax.errors import ConfigError, Problem
+from zjax.files import local_path, read_text
+
+Prompt = str | Conversation
+RECORD_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
+"""Suffixes of files that hold records instead of lines."""
+
+
+def texts_given(given: flags.FlagValues) -> list[str]:
+    """Reads the texts to continue: of `--file`, or `--prompt`."""
+    if not given.file:
+        return [given.prompt]
+    refuse_flags(given, ["prompt"], "has no effect with --file")
+    path = pathlib.Path(local_path("file", given.file))
+    if path.suffix.lower() not in RECORD_SUFFIXES:
+        return read_prompts(given.file)
+    documents = [*read_documents(path, given.text_field)]
+    if any(document.tokens is not None for document in documents):
+        problem = f"has token ids in {given.text_field!r}"
+        remedy = "choose another --text_field"
+        raise ConfigError(Problem("--file", str(path), problem, remedy))
+    return [document.text for document in documents]
+
+
+def chats_given(given: flags.FlagValues) -> list[Conversation]:
+    """Reads the conversations to answer.
+
+    `--prompt`, or each line of a text file, is the message of a user. JSON Lines and
+    tables hold conversations of several messages.
+    """
+    problem = "has no effect with --chat, whose template has them"
+    refuse_flags(given, ["special_tokens"], problem)
+    if not given.file and not given["prompt"].present:
+        remedy = "write it as --prompt, or several in a --file"
+        raise ConfigError(Problem("--chat", given.chat, "has no message", remedy))
+    if pathlib.Path(given.file).suffix.lower() in RECORD_SUFFIXES:
+        refuse_flags(given, ["prompt"], "has no effect with --file")
+        documents = read_conversations(
+            pathlib.Path(local_path("file", given.file)), set()
+        )
+        return [document.talk for document in documents if document.talk is not None]
+    return [as_talk([{"role": "user", "content": text}]) for text in texts_given(given)]
+
+
+def read_prompts(path: str) -> list[str]:
+    """Reads the prompts of `--file`, one on each line; no line may be empty."""
+    path = local_path("file", path)
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        problem, remedy = f"cannot be read ({why})", "give a text with a prompt a line"
+        raise ConfigError(Problem("--file", path, problem, remedy)) from error
+    empty = [number for number, line in enumerate(lines, 1) if not line.strip()]
+    if empty or not lines:
+        problem = f"has no prompt on line {empty[0] if empty else 1}"
+        raise ConfigError(Problem("--file", path, problem, "write one, or remove it"))
+    return lines

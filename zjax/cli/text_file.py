@@ -1,0 +1,94 @@
+"""File of texts: a line of JSON for each, which goes on where an earlier call ended."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from zjax.errors import ConfigError, Problem
+from zjax.files import new_file, parse_json, read_text, writing
+
+ORIGIN_SUFFIX = ".origin.json"
+"""Suffix of the file beside the texts that names prompts, weights and settings."""
+_REMEDY = "name another file"
+
+
+class TextFile:
+    """Open file of texts, with equally many lines for each prompt.
+
+    Args:
+        path: File to write, or to go on with.
+        origin: Prompts, weights and settings of the texts, as values of JSON.
+        num_samples: Lines of a prompt.
+
+    Attributes:
+        num_prompts: Prompts with all lines written by an earlier call.
+
+    Raises:
+        ConfigError: The file holds other texts.
+        OutputError: The file cannot be written.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, origin: Mapping[str, Any], num_samples: int = 1
+    ):
+        self._path = path
+        beside = path.with_name(path.name + ORIGIN_SUFFIX)
+        with writing(path):
+            if path.is_file() and path.stat().st_size:
+                _check_origin(path, beside, origin)
+            else:
+                with new_file(beside) as partial:
+                    partial.write_text(json.dumps(origin, indent=1) + "\n")
+            self._file = path.open("a+b")
+            self.num_prompts = self._cut(num_samples)
+
+    def __enter__(self) -> "TextFile":
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._file.close()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes a line."""
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        with writing(self._path):
+            self._file.write(line)
+            self._file.flush()
+
+    def _cut(self, num_samples: int) -> int:
+        """Cuts lines behind the last whole prompt; returns the number of prompts."""
+        self._file.seek(0)
+        num_lines = size = kept = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            num_lines, size = num_lines + 1, size + len(line)
+            if num_lines % num_samples == 0:
+                kept = size
+        self._file.truncate(kept)
+        return num_lines // num_samples
+
+
+def _check_origin(
+    path: pathlib.Path, beside: pathlib.Path, origin: Mapping[str, Any]
+) -> None:
+    """Refuses to go on with texts of another origin."""
+    try:
+        written = dict(parse_json(read_text(beside)))
+    except (OSError, TypeError, ValueError) as error:
+        problem = f"holds texts, and {beside.name} does not say of which prompts"
+        raise ConfigError(Problem("--output", str(path), problem, _REMEDY)) from error
+    given = parse_json(json.dumps(origin))
+    problems = [
+        Problem(
+            "--output",
+            str(path),
+            f"holds texts of {name}={written.get(name)!r}, not {value!r}",
+            _REMEDY,
+        )
+        for name, value in given.items()
+        if written.get(name) != value
+    ]
+    if problems:
+        raise ConfigError(*problems)
