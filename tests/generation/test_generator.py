@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import logging
 import time
 
 import jax
@@ -284,6 +285,37 @@ def test_several_processes_are_refused(monkeypatch):
         "processes=2 would each serve requests of their own with one set of weights; "
         "start one process, or use zjax.generate"
     )
+
+
+def test_few_programs_serve_requests_of_any_length(caplog):
+    """Fails if a length of a prompt or text, or a setting, compiles a program."""
+    config = dataclasses.replace(language.LLAMA, vocab_size=31)
+    rng = np.random.default_rng(2)
+    jax.config.update("jax_log_compiles", True)
+    try:
+        with (
+            caplog.at_level(logging.WARNING),
+            Generator(language.make_language_model(config), max_rows=4) as generator,
+        ):
+            tickets = []
+            for number in range(100):
+                prompt = rng.integers(0, 31, size=rng.integers(1, 12)).tolist()
+                sampling = Sampling(
+                    max_new_tokens=int(rng.integers(1, 5)),
+                    temperature=float(rng.integers(0, 2)),
+                    top_p=float(rng.uniform(0.5, 1)),
+                    seed=number,
+                    num_logprobs=[None, 0, 3][number % 3],
+                )
+                tickets.append(generator.submit(prompt, sampling))
+            ends = [[*ticket][-1].finish_reason for ticket in tickets]
+            assert generator.metrics.scheduler.num_live_pages == 0
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert set(ends) == {"length"}
+    texts = [record.getMessage() for record in caplog.records]
+    kinds = ("Compiling jit(run_steps)", "Compiling jit(_one_step)")
+    assert len([text for text in texts if text.startswith(kinds)]) <= 3
 
 
 def test_nothing_stays_on_the_way_when_all_texts_have_ended():
