@@ -1,4 +1,4 @@
-"""Tuning of the kernel of products of few rows: a rule measured on the H200."""
+"""Tuning of the kernel of products of few rows: a rule from the sizes of an H200."""
 
 import dataclasses
 from typing import Any
