@@ -208,7 +208,8 @@ def test_a_prompt_that_cannot_be_served_is_named_before_a_text_is_written(
     path.write_text(f"5\n{'6 ' * 99}\n")
     with config_error(
         "--top_k=62 is not between 0 and model.vocab_size=61; use 0 for all\n"
-        "prompt='6 6 6 6 6 6 6 6 6 6 ' is 99 tokens; use 1 to 15"
+        "prompt='6 6 6 6 6 6 6 6 6 6 ' has 99 tokens, and prompt and text together "
+        "have at most 16; shorten it"
     ):
         write(f"--file={path}", "--top_k=62")
     assert not (tmp_path / "out.jsonl").exists()

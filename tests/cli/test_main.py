@@ -224,7 +224,7 @@ def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
     assert rows[1]["text"].startswith("5 6")
     prompts.write_text(f"5\n{'5 ' * 99}\n{'6 ' * 99}\n")
     out = run(*hot, f"--file={prompts}", code=2)
-    assert out.count("is 99 tokens; use 1 to ") == 2
+    assert out.count("has 99 tokens, and prompt and text together have at most ") == 2
     of = f"--run={tmp_path / 'moved'}"
     out = run("train", of, "--config.num_steps=9", "--simulated_devices=8")
     assert "8 shares x 1 microbatches; continues at step 8, ends at 9\n" in out

@@ -239,7 +239,8 @@ def test_a_prompt_without_room_for_a_token_is_told_the_longest(generator):
     with pytest.raises(ConfigError) as error:
         generator.check([[1] * 15, [2] * 16])
     assert str(error.value) == (
-        "prompt='[2, 2, 2, 2, 2, 2, 2' is 16 tokens; use 1 to 15"
+        "prompt='[2, 2, 2, 2, 2, 2, 2' has 16 tokens, and prompt and text together "
+        "have at most 16; shorten it"
     )
 
 

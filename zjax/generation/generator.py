@@ -336,14 +336,10 @@ class Generator:
         self, prompt: Given, ids: list[int], sampling: Sampling, *, is_streamed: bool
     ) -> Ticket:
         """Makes the ticket of a request, or refuses the request."""
-        if len(ids) >= self.max_length:
-            problem = f"has {len(ids)} tokens, and prompt and text together have at "
-            problem += f"most {self.max_length}"
-            shown = describe_prompt(prompt)
-            raise ConfigError(Problem("prompt", shown, problem, "shorten it"))
+        room = max(self.max_length - len(ids), 0)
         sampling = dataclasses.replace(
             sampling,
-            max_new_tokens=sampling.max_new_tokens or self.max_length - len(ids),
+            max_new_tokens=sampling.max_new_tokens or room,
             end_ids=self._end_ids if sampling.end_ids is None else sampling.end_ids,
         )
         samples = [
@@ -398,8 +394,9 @@ def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
 def _length_problems(prompt: Given, ids: list[int], longest: int) -> Iterator[Problem]:
     """Yields the problem of a prompt that leaves no room for a token."""
     if len(ids) >= longest:
-        shown, remedy = describe_prompt(prompt), f"use 1 to {longest - 1}"
-        yield Problem("prompt", shown, f"is {len(ids)} tokens", remedy)
+        problem = f"has {len(ids)} tokens, and prompt and text together have at "
+        problem += f"most {longest}"
+        yield Problem("prompt", describe_prompt(prompt), problem, "shorten it")
 
 
 def _collect(number: int, ticket: Ticket) -> list[Text]:
