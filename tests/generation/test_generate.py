@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support import language
+from tests.support import language, sparse
 from zjax.errors import ConfigError, DataError
 from zjax.generation import generate
 from zjax.generation.chunks import Chunks
@@ -39,6 +39,18 @@ FORMS = {
     ),
 }
 MODELS = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
+RARE_FORMS = {
+    "soft caps and sinks": dataclasses.replace(
+        language.LLAMA, attention_soft_cap=2.0, logit_soft_cap=3.0, attention_sinks=True
+    ),
+    "experts": dataclasses.replace(
+        language.LLAMA, moe=schema.TokenChoice(num_experts=4, top_k=2, num_shared=1)
+    ),
+    "a layer without rotation": dataclasses.replace(
+        language.LLAMA, positions=schema.Rotary(unrotated_every=2)
+    ),
+}
+ALL_FORMS = FORMS | RARE_FORMS
 
 
 class Text:
@@ -69,7 +81,7 @@ class Text:
         return self.reader.continuation.score(weights.head, last), caches
 
 
-@MODELS
+@pytest.mark.parametrize("config", ALL_FORMS.values(), ids=ALL_FORMS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_scores_of_chunks_equal_those_of_the_whole_sequence(config, size):
     """Fails if a key is lost at the end of a page, or of a chunk."""
@@ -84,6 +96,25 @@ def test_scores_of_chunks_equal_those_of_the_whole_sequence(config, size):
         found = text.read(padded, [first] * num_rows, [count] * num_rows)
         wanted = whole[:, first + count - 1]
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [schema.Local(num_sliding_window_blocks=1), schema.Bigbird()],
+    ids=["local", "bigbird"],
+)
+def test_sparse_layers_see_their_blocks_alone(pattern):
+    """Fails if a token sees a page that the layout hides, or none of its own block."""
+    attention = dataclasses.replace(sparse.SPARSE, pattern=pattern)
+    config = dataclasses.replace(sparse.GPT, attention=attention)
+    model = language.make_language_model(config)
+    tokens = np.asarray(language.make_text(config, length=72)["tokens"])
+    whole = language.logits_of(model, {"tokens": tokens})
+    text, num_rows = Text(model, len(tokens), page_size=8, num_pages=12), len(tokens)
+    for first in range(0, 72, 24):
+        chunk = tokens[:, first : first + 24]
+        found = text.read(chunk, [first] * num_rows, [24] * num_rows)
+        np.testing.assert_allclose(found, whole[:, first + 23], rtol=1e-4, atol=1e-4)
 
 
 def test_dynamic_positions_do_not_depend_on_chunks():

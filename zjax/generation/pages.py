@@ -118,6 +118,7 @@ def _attend_to_blocks(
     positions = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
     places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     queries = chunks.starts[:, None] + places
+    positions = jnp.broadcast_to(positions, keys.shape[:2])
     mask = sparse.visible_keys(how.sparse, queries, positions)
-    mask &= (positions <= queries[..., None])[:, None]
+    mask &= (positions[:, None] <= queries[..., None])[:, None]
     return attention.call_jax(q, keys, values, mask=mask, implementation="xla")
