@@ -317,7 +317,7 @@ def built(monkeypatch):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
     build._build.cache_clear()
     pinned_pool._planned.cache_clear()
-    record(build, "make_stack", "model")
+    record(build, "decoder_stack", "model")
     for module in (fit, pinned_pool, trial):
         record(module, "make_plan", module.__name__.rpartition(".")[2])
     record(plans, "make_plan", "report")

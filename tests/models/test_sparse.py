@@ -11,8 +11,9 @@ from flax import nnx
 from tests.kernels.sparse.dense import attend
 from tests.support import language
 from tests.support import sparse as small
+from zjax.generation.generate import generate
 from zjax.jaxprs.program import programs_in, walk
-from zjax.models import flops, generate
+from zjax.models import flops
 from zjax.ops import sparse
 from zjax.settings import schema
 
@@ -196,7 +197,7 @@ def test_text_from_a_cache_is_that_of_the_whole_sequence(config):
     model = language.make_language_model(config)
     prompt = language.make_text(config, length=40)["tokens"]
     lengths = jnp.array([40, 27], jnp.int32)
-    found = generate.generate(model, prompt, lengths=lengths, max_new_tokens=30)
+    found = generate(model, prompt, lengths=lengths, max_new_tokens=30)
     for row, start in enumerate((0, 13)):
         alone = found[row : row + 1, start:]
         most_likely = np.argmax(language.logits_of(model, {"tokens": alone}), -1)

@@ -75,6 +75,7 @@ class Generator:
 
     Example:
         >>> from flax import nnx
+        >>> from zjax.models.stack import Decoder
         >>> from zjax.settings import schema
         >>> config = schema.Model(num_layers=1, embed_size=8, mlp_size=16, num_heads=2,
         ...                       num_kv_heads=2, vocab_size=11, max_length=8)
