@@ -63,7 +63,7 @@ def read_settings(given: flags.FlagValues) -> Settings:
 
 
 def describe_server(address: str, generator: Generator, settings: Settings) -> str:
-    """Describes what is served, within which limits, and how to try it."""
+    """Describes the model, the limits, and a command to try the server."""
     key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if settings.api_key else ""
     body = shlex.quote('{"prompt": "Once", "max_tokens": 16}')
     longest = settings.max_prompt_tokens or generator.max_length - 1

@@ -36,7 +36,7 @@ class Chunks:
         return num_chunks, size
 
     def cut(self, x: Shaped[Array, "N 1 ..."]) -> Shaped[Array, "C T ..."]:
-        """Shapes the tokens of these chunks, which a pass holds as rows of one."""
+        """Shapes tokens, which a pass holds as rows of one token, into the chunks."""
         return x.reshape(*self.shape, *x.shape[2:])
 
     def per_token(self, x: Int[Array, " C"]) -> Int[Array, " N"]:

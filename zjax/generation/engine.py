@@ -39,7 +39,7 @@ class News(NamedTuple):
 
 
 class Engine:
-    """Runs the passes that a scheduler plans, and hands out what they add.
+    """Runs the passes that a scheduler plans, and hands out the new tokens.
 
     Args:
         passes: What reads passes.

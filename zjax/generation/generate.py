@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -18,7 +18,7 @@ from zjax.generation.programs import CutDecoder, Passes
 from zjax.generation.prompts import longest_text, read_prompts, salt_of
 from zjax.generation.sampling import Sampling
 from zjax.generation.scheduler import Scheduler
-from zjax.generation.sequence import Sequence
+from zjax.generation.sequence import Sequence as Sample
 from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.stack import Decoder
@@ -115,22 +115,38 @@ def _write(
     num_tokens = max(map(len, prompts)) + sampling.max_new_tokens
     # Powers of two, so that calls share programs.
     num_pages = _power(1 + num_slots * -(-num_tokens // PAGE_SIZE))
-    shapes = {"num_slots": num_slots, "max_length": longest}
-    shapes |= {"num_pages": num_pages, "page_size": PAGE_SIZE}
     sizes = Size(num_slots), Size(num_slots, NUM_CHUNKS)
-    pool = Pool(num_pages, PAGE_SIZE)
-    scheduler = Scheduler(pool, num_slots, longest, sizes)
-    engine = Engine(stored(model).passes(**shapes), scheduler)
+    engine = make_engine(stored(model), sizes, longest, num_pages)
     sequences = []
     for prompt, seed in zip(prompts, seeds.tolist(), strict=True):
         request = Request(dataclasses.replace(sampling, seed=seed))
         ends = frozenset(sampling.end_ids or ())
         given = prompt.tolist(), sampling.max_new_tokens, ends
         salt = salt_of(model.config, len(prompt), sampling.max_new_tokens)
-        sequences.append(Sequence(*given, salt=salt, request=request))
+        sequences.append(Sample(*given, salt=salt, request=request))
         engine.scheduler.add(sequences[-1])
     collections.deque(engine.run(), maxlen=0)
     return [sequence.generated for sequence in sequences]
+
+
+def make_engine(
+    decoder: StoredDecoder,
+    sizes: Sequence[Size],
+    max_length: int,
+    num_pages: int,
+    end_ids: tuple[int, ...] = (),
+) -> Engine:
+    """Makes an engine with a row for each lane of the largest size."""
+    num_slots = max(size.lanes for size in sizes)
+    passes = decoder.passes(
+        num_slots=num_slots,
+        max_length=max_length,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+    )
+    pool = Pool(num_pages, PAGE_SIZE)
+    scheduler = Scheduler(pool, num_slots, max_length, sizes)
+    return Engine(passes, scheduler, end_ids=end_ids)
 
 
 def stored(model: Decoder | StoredDecoder) -> StoredDecoder:

@@ -13,12 +13,10 @@ from zjax.data.prompts import Given, Prompts, as_talk, describe_prompt
 from zjax.data.tokenizer import Tokenizer
 from zjax.errors import ConfigError, Problem
 from zjax.generation.engine import Engine, Request
-from zjax.generation.generate import StoredDecoder, stored
+from zjax.generation.generate import StoredDecoder, make_engine, stored
 from zjax.generation.loading import open_decoder
-from zjax.generation.pool import Pool
 from zjax.generation.prompts import longest_text, model_problems, salt_of
 from zjax.generation.sampling import GREEDY, Sampling
-from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence as Sample
 from zjax.generation.sizes import MAX_ROWS, PAGE_SIZE, count_pages, sizes_of
 from zjax.generation.text import TextStream
@@ -34,7 +32,7 @@ class Text:
     """A text that was written, without the prompt.
 
     Args:
-        prompt: Number of the prompt among those of the call.
+        prompt: Number of the prompt among the prompts of the call.
         sample: Number of the text among the samples of the prompt.
         text: The text; "" without a tokenizer.
         ids: Tokens, with the end id if one ended the text.
@@ -121,20 +119,12 @@ class Generator:
         if not num_pages:
             each = decoder.page_bytes(PAGE_SIZE)
             num_pages = count_pages(each, max_rows, self.max_length)
-        passes = decoder.passes(
-            num_slots=max_rows,
-            max_length=self.max_length,
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-        )
-        pool = Pool(num_pages, PAGE_SIZE)
         sizes = sizes_of(max_rows)
-        scheduler = Scheduler(pool, max_rows, self.max_length, sizes)
-        return Engine(passes, scheduler, end_ids=self._end_ids)
+        return make_engine(decoder, sizes, self.max_length, num_pages, self._end_ids)
 
     @property
     def metrics(self) -> Served:
-        """What is being served, and totals since the start."""
+        """State of the requests, and totals since the start."""
         return self._worker.served
 
     @property
@@ -162,7 +152,10 @@ class Generator:
             ConfigError: A setting or prompt that cannot be served; nothing is written.
             DataError: A chat template refuses a conversation.
         """
-        tickets = self._submit_all(prompts, sampling)
+        # One prompt that cannot be served refuses all.
+        tickets = [*self._tickets(prompts, sampling)]
+        for ticket in tickets:
+            self._worker.add(ticket)
         return [
             text
             for number, ticket in enumerate(tickets)
@@ -288,13 +281,6 @@ class Generator:
     def __exit__(self, *_: object) -> None:
         """Closes the generator."""
         self.close()
-
-    def _submit_all(self, prompts: Iterable[Given], sampling: Sampling) -> list[Ticket]:
-        """Starts requests, or refuses all if one cannot be served."""
-        tickets = [*self._tickets(prompts, sampling)]
-        for ticket in tickets:
-            self._worker.add(ticket)
-        return tickets
 
     def _tickets(
         self,

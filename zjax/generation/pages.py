@@ -17,9 +17,6 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, pin
 from zjax_kernels import paged_attention, write_pages
 
-SINK = 0
-"""Page that takes what nobody reads: the keys of padding."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +63,7 @@ def _pinned(pool: Float[Array, "pages heads page C"]) -> Float[Array, "..."]:
 
 
 def bytes_on_device(pool: Any) -> int:
-    """Counts the bytes of pages, or of their shape, on a device of the mesh in use."""
+    """Counts the bytes that an array of pages takes on a device of the mesh in use."""
     mesh = jax.sharding.get_abstract_mesh()
     shares = 1 if mesh.empty else meshes.num_shares(mesh, head_axes(pool.shape[1]))
     return math.prod(pool.shape) * pool.dtype.itemsize // shares
@@ -88,7 +85,7 @@ def attend(
 def _attend_to_pages(
     chunks: Chunks, cache: Pages, how: How, q: Float[Array, "C T H D"]
 ) -> Float[Array, "C T H D"]:
-    """Attends to all earlier tokens, or to a window of them."""
+    """Attends to all earlier tokens, or to the last tokens in a window."""
     return paged_attention(
         q,
         *cache.read(),

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.generation.chunks import Chunks, batch_of, split_tokens
 from zjax.generation.pages import Pages, attend
+from zjax.generation.plan import MAX_STEPS
 from zjax.generation.sampling import (
     MAX_LOGPROBS,
     Chosen,
@@ -24,10 +25,6 @@ from zjax.models.stack import Decoder
 from zjax.sharding.activations import pin_everywhere
 from zjax.sharding.layers import layers_of
 from zjax.typing import Continuation, Params, Segment, Stack
-
-MAX_STEPS = 16
-"""Most tokens that one call of a program adds to a row."""
-
 
 Given = Array | np.ndarray
 """Arrays of the host, or on the devices."""
@@ -68,7 +65,7 @@ class Rows(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Parameters of a decoder, each block with arrays of its own.
+    """Parameters of a decoder, as separate arrays for each block.
 
     A loop over tokens that slices stacked arrays copies them for every token.
     """
@@ -114,7 +111,7 @@ class Reader:
         return hash(self._form)
 
     def cut(self, params: Params) -> Weights:
-        """Gives each block arrays of its own."""
+        """Cuts stacked parameters into separate arrays for each block."""
         embed, segments, head = self.stack.split(params)
         blocks = [
             lay(block)

@@ -8,6 +8,9 @@ import numpy as np
 
 from zjax.generation.sequence import Sequence
 
+MAX_STEPS = 8
+"""Most tokens that a lane reads one after another in a pass."""
+
 
 class Size(NamedTuple):
     """Shape of a compiled pass."""
@@ -68,7 +71,7 @@ class Task(NamedTuple):
     """Position of the first token read."""
     num_tokens: int
     num_new: int
-    """New tokens that come of it: of a chunk 1 at the end of the prompt, else 0."""
+    """New tokens; a chunk yields 1 at the end of the prompt, else 0."""
 
 
 class Place(NamedTuple):
@@ -95,7 +98,7 @@ class Plan:
         table: int32[max_rows + 1, max_pages], pages of each slot; 0, the sink, behind
             the pages of a slot and in the last row. The array is not written again, and
             is the array of the previous plan if no page has changed.
-        admitted: Slots with a new owner; the engine sets their state before the pass,
+        admitted: Slots with a new owner; the engine sets the slots before the pass,
             with all tokens that the sequence has.
         places: Places of new tokens in the results.
     """

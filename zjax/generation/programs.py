@@ -155,7 +155,7 @@ _cut = jax.jit(Reader.cut, static_argnums=0)
 
 
 def _one_step(*args: Any) -> Any:
-    """Runs a pass; new tokens are those of one step."""
+    """Runs a pass; adds a dim of one step to the new tokens."""
     caches, history, chosen = run_pass(*args)
     return caches, history, jax.tree.map(lambda x: x[None], chosen)
 
@@ -164,12 +164,14 @@ def _one_step(*args: Any) -> Any:
 # first needed, as options depend on the platform.
 @functools.cache
 def _run_pass() -> Any:
+    """Makes the program of `run_pass`."""
     jit = functools.partial(jax.jit, compiler_options=_options())
     return jit(_one_step, static_argnums=(0, 1), donate_argnums=(3, 4))
 
 
 @functools.cache
 def _run_steps() -> Any:
+    """Makes the program of `run_steps`."""
     jit = functools.partial(jax.jit, compiler_options=_options())
     return jit(run_steps, static_argnums=0, donate_argnums=(2, 3))
 

@@ -1,4 +1,4 @@
-"""Sampling of tokens for rows with settings of their own, in one program."""
+"""Sampling of tokens in one program, for rows with different settings."""
 
 import dataclasses
 import functools

@@ -1,7 +1,7 @@
 """Continuous batching: which sequences read which tokens in the next pass.
 
-Every pass continues all running sequences by a token, and fills the rest of a fixed
-budget of tokens with prompts, first come first served, in chunks.
+Every pass continues all running sequences by a token. Chunks of prompts, first come
+first served, fill a fixed budget of tokens.
 """
 
 import bisect
@@ -13,6 +13,7 @@ import numpy as np
 
 from zjax.errors import ConfigError, Problem
 from zjax.generation.plan import (
+    MAX_STEPS,
     Plan,
     Size,
     Task,
@@ -92,7 +93,7 @@ class Scheduler:
         sizes: Iterable[Size],
         *,
         chunk_size: int = 64,
-        max_steps: int = 8,
+        max_steps: int = MAX_STEPS,
     ):
         self.sizes, self.max_length = tuple(sizes), max_length
         self.chunk_size, self.max_steps = chunk_size, max_steps
