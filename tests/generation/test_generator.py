@@ -319,6 +319,32 @@ def test_few_programs_serve_requests_of_any_length(caplog):
     assert len([text for text in texts if text.startswith(kinds)]) <= 3
 
 
+def test_all_programs_are_compiled_before_the_first_request(caplog):
+    """Fails if a request has to wait for a program of a size known at the start."""
+    config = dataclasses.replace(language.LLAMA, vocab_size=37)
+    kinds = "Finished XLA compilation of jit(run_steps)", "of jit(_one_step)"
+
+    def num_compiled():
+        texts = [record.getMessage() for record in caplog.records]
+        return len([x for x in texts if any(kind in x for kind in kinds)])
+
+    jax.config.update("jax_log_compiles", True)
+    try:
+        with (
+            caplog.at_level(logging.WARNING),
+            Generator(language.make_language_model(config), max_rows=4) as generator,
+        ):
+            end = time.monotonic() + 60
+            while num_compiled() < 3 and time.monotonic() < end:
+                time.sleep(0.05)
+            assert num_compiled() == 3
+            generator.generate(PROMPTS[:4], Sampling(max_new_tokens=4))
+            generator.generate(PROMPTS[:1], Sampling(max_new_tokens=4))
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert num_compiled() == 3
+
+
 def test_nothing_stays_on_the_way_when_all_texts_have_ended():
     """Fails if passes behind the last end are kept until the next request."""
     with make() as generator:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from zjax.generation.passes import Pieces, Rows
-from zjax.generation.plan import Plan
+from zjax.generation.plan import Chunks, Lanes, Plan, lay_chunks, lay_lanes
 from zjax.generation.programs import Passes
 from zjax.generation.sampling import GREEDY, Chosen, Sampling, rows_of
 from zjax.generation.scheduler import Scheduler
@@ -63,6 +63,19 @@ class Engine:
         while (news := self.step()) is not None:
             yield from news
 
+    def compile(self) -> None:
+        """Starts to compile the passes of all sizes, passes of prompts first."""
+        rows = jax.device_put(self._rows_of(self.scheduler.rows.lend_table()))
+        no_slot = self.scheduler.rows.max_rows
+        for size in sorted(self.scheduler.sizes, key=lambda size: -size.chunks):
+            lanes = lay_lanes([], size.lanes, no_slot)
+            chunks = lay_chunks([], size.chunks, no_slot)
+            self._passes.compile(rows, *self._pieces(lanes, chunks))
+
+    def close(self) -> None:
+        """Drops what has not begun to compile; no step follows."""
+        self._passes.close()
+
     def step(self) -> list[News] | None:
         """Plans passes ahead and waits for the oldest; returns None without any."""
         while len(self._in_flight) < NUM_AHEAD:
@@ -90,26 +103,30 @@ class Engine:
         for slot, sequence in plan.admitted:
             self._passes.remember(slot, np.array(sequence.tokens, np.int32))
             self._sequences[slot] = sequence
-        lanes, chunks = plan.lanes, plan.chunks
+        pieces, sizes = self._pieces(plan.lanes, plan.chunks)
+        rows = self._known_rows(plan)
+        return self._passes.read(rows, pieces, sizes, plan.num_steps)
+
+    def _pieces(self, lanes: Lanes, chunks: Chunks) -> tuple[list[Pieces], list[int]]:
+        """Returns the pieces of a pass, and the most tokens of each kind."""
         pieces, sizes = [Pieces(*lanes, ends=lanes.counts > 0)], [1]
-        if plan.size.chunks:
+        if len(chunks.slots):
             prompt = chunks.slots, chunks.starts, chunks.counts, chunks.ends
             pieces.append(Pieces(*prompt))
             sizes.append(self.scheduler.chunk_size)
-        rows = self._known_rows(plan)
-        return self._passes.read(rows, pieces, sizes, plan.num_steps)
+        return pieces, sizes
 
     def _known_rows(self, plan: Plan) -> Rows:
         """Returns what the devices know of slots, sent again where it has changed."""
         rows = self._rows
         if rows is None or plan.admitted:
-            rows = jax.device_put(self._rows_of(plan))
+            rows = jax.device_put(self._rows_of(plan.table))
         elif plan.table is not self._table:
             rows = rows._replace(table=jax.device_put(plan.table))
         self._rows, self._table = rows, plan.table
         return rows
 
-    def _rows_of(self, plan: Plan) -> Rows:
+    def _rows_of(self, table: np.ndarray) -> Rows:
         """Lays out what the devices know of slots."""
         sequences = self._sequences
         requests = [Request() if x is None else x.request for x in sequences]
@@ -117,7 +134,7 @@ class Engine:
         new = [0 if x is None else x.max_new_tokens for x in sequences]
         num_given = np.array(given, np.int32)
         return Rows(
-            table=plan.table,
+            table=table,
             num_given=num_given,
             num_tokens=num_given + np.array(new, np.int32),
             sampling=rows_of(

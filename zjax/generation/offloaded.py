@@ -144,6 +144,11 @@ class OffloadedPasses:
         """Stores the tokens of a row that begins in a slot."""
         self._history.set_row(slot, tokens)
 
+    def compile(
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int]
+    ) -> None:
+        """Does nothing: the programs of units are small, and compiled as units come."""
+
     def read(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> Chosen:
@@ -159,6 +164,10 @@ class OffloadedPasses:
         """Frees the units that were fetched for a next pass."""
         self._units.stream.prefetch(())
         self._number = 0
+
+    def close(self) -> None:
+        """Frees what was fetched for a next pass."""
+        self.rest()
 
     def _read_once(
         self, rows: Rows, pieces: tuple[Pieces, ...], sizes: tuple[int, ...]

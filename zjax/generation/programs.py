@@ -1,6 +1,8 @@
 """Programs of the passes of a decoder whose weights are on the devices."""
 
+import concurrent.futures
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +34,12 @@ class Passes(Protocol):
         """Stores the tokens of a row that begins in a slot."""
         ...
 
+    def compile(
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int]
+    ) -> None:
+        """Starts to compile what `read` runs for such pieces, as far as that helps."""
+        ...
+
     def read(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> Chosen:
@@ -44,6 +52,10 @@ class Passes(Protocol):
 
     def rest(self) -> None:
         """Frees what was fetched for a next pass."""
+        ...
+
+    def close(self) -> None:
+        """Drops what has not begun to compile; no pass follows."""
         ...
 
 
@@ -96,28 +108,52 @@ class Programs:
         mesh = jax.sharding.get_abstract_mesh()
         several = not mesh.empty and mesh.size > 1
         self._is_alone = several and jax.default_backend() == "cpu"
+        self._compiling: dict[Any, concurrent.futures.Future[Any]] = {}
 
     def remember(self, slot: int, tokens: np.ndarray) -> None:
         """Stores the tokens of a row that begins in a slot."""
         self._history.set_row(slot, tokens)
 
+    def compile(
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int]
+    ) -> None:
+        """Starts to compile what `read` runs for such pieces, in a thread."""
+        run, inputs = self._program(rows, pieces, sizes, 1)
+        # Traced here, as a mesh is in use for one thread. Calls find what is compiled.
+        compile = run.lower(*inputs).compile
+        self._compiling[_shape_of(pieces)] = _compilers().submit(compile)
+
     def read(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> Chosen:
         """Reads pieces of up to `sizes` tokens; see `Passes`."""
-        state = self._weights, self._caches, self._history.tokens, rows
-        if tuple(sizes) == (1,):
-            (piece,) = pieces
-            results = _run_steps()(self._reader, *state, piece, np.int32(num_steps))
-        else:
-            assert num_steps == 1
-            results = _run_pass()(self._reader, tuple(sizes), *state, tuple(pieces))
+        started = self._compiling.pop(_shape_of(pieces), None)
+        if started is not None:
+            started.result()
+        run, inputs = self._program(rows, pieces, sizes, num_steps)
+        results = run(*inputs)
         self._caches, self._history.tokens, chosen = results
         # Collectives of two programs would share the threads of simulated devices.
         return jax.block_until_ready(chosen) if self._is_alone else chosen
 
     def rest(self) -> None:
         """Does nothing: all weights stay on the devices."""
+
+    def close(self) -> None:
+        """Drops what has not begun to compile: a process would end later for it."""
+        for started in self._compiling.values():
+            started.cancel()
+
+    def _program(
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the program of a pass, and the inputs."""
+        state = self._weights, self._caches, self._history.tokens, rows
+        if tuple(sizes) == (1,):
+            (piece,) = pieces
+            return _run_steps(), (self._reader, *state, piece, np.int32(num_steps))
+        assert num_steps == 1
+        return _run_pass(), (self._reader, tuple(sizes), *state, tuple(pieces))
 
 
 class CutDecoder:
@@ -149,6 +185,17 @@ def page_bytes(reader: Reader, weights: Weights, page_size: int) -> int:
 
     pools = jax.tree.leaves(jax.eval_shape(empty, weights))
     return sum(bytes_on_device(pool) for pool in pools)
+
+
+def _shape_of(pieces: Sequence[Pieces]) -> tuple[int, ...]:
+    """Returns the number of pieces of each kind."""
+    return tuple(len(piece.slots) for piece in pieces)
+
+
+@functools.cache
+def _compilers() -> concurrent.futures.Executor:
+    """Makes the threads that compile programs, a core for each."""
+    return concurrent.futures.ThreadPoolExecutor(os.cpu_count())
 
 
 _cut = jax.jit(Reader.cut, static_argnums=0)

@@ -71,11 +71,13 @@ class Worker:
         """Takes orders and runs passes until it is told to end, or fails."""
         try:
             with self._context():
+                self._engine.compile()
                 news = None
                 while self._take_orders(waits=news is None):
                     news = self._engine.step()
                     for each in news or ():
                         self._tell(each)
+            self._engine.close()
             for ticket in {*self._tickets.values()}:
                 self._abort(ticket)
         except BaseException as error:  # whatever ends the thread ends all tickets
