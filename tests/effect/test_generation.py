@@ -8,6 +8,8 @@ import pytest
 
 from tests.support import features
 from zjax.generation import programs
+from zjax.generation.offloaded import OffloadedDecoder
+from zjax.run import fused
 from zjax.sharding import plan as plans
 
 ROWS, PROMPT, NUM_NEW = 8, 4, 7
@@ -70,6 +72,28 @@ def test_weights_are_gathered_once(compiled):
     # The tensor axis still splits the first matrix of the feed-forward.
     assert "f32[16,12]" in compiled[0]
     assert not re.findall(r"f32\[(?:1,)?16,(?:12|24)\]\S* all-gather\(", compiled[0])
+
+
+def test_weights_that_do_not_fit_are_gathered_block_by_block(monkeypatch, caplog):
+    """Fails if a device holds all weights where there is no room, or texts differ."""
+    settings = "model.num_layers=3 mesh.data=4 mesh.tensor=2 zero.stage=3"
+    run, prompts = start(settings)
+    wanted = run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
+    decoders = []
+
+    def watch(*args):
+        decoders.append(OffloadedDecoder(*args))
+        return decoders[-1]
+
+    monkeypatch.setattr(fused, "has_room", lambda _: False)
+    monkeypatch.setattr(fused, "OffloadedDecoder", watch)
+    with caplog.at_level("WARNING"):
+        found = run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
+    np.testing.assert_array_equal(found, wanted)
+    assert "of weights are gathered layer by layer" in caplog.text
+    blocks = jax.tree.leaves(decoders[0].stored)
+    held = sum(x.addressable_shards[0].data.size for x in blocks)
+    assert held < 0.2 * sum(x.size for x in blocks)  # 1 / 8 but for small arrays
 
 
 @MESHES

@@ -1,4 +1,4 @@
-"""Passes of a decoder with blocks that are stored off the devices.
+"""Passes of a decoder whose blocks come to the devices, or are gathered, one by one.
 
 The units of the model are prefetched in turn: the devices hold a few units, the
 embedding, the head and the pages. The first units of the next pass are prefetched while
@@ -33,7 +33,6 @@ from zjax.offload.units import UnitStream, gathered, rows_by_part
 from zjax.settings import schema
 from zjax.sharding.activations import pin_rows
 from zjax.sharding.plan import staged_plan
-from zjax.train.state import TrainState, stored_compute
 from zjax.typing import Params
 
 
@@ -99,13 +98,12 @@ class OffloadedDecoder:
 
     Args:
         programs: Programs of the units.
-        state: State of the run; read for the parameters in use.
+        params: Parameters as stored, with layers as separate leaves.
         config: Shape of the model.
     """
 
-    def __init__(self, programs: UnitPrograms, state: TrainState, config: schema.Model):
+    def __init__(self, programs: UnitPrograms, params: Params, config: schema.Model):
         self.programs, self.config = programs, config
-        params = stored_compute(state, programs.units.plan)
         self.embed, _, self.head = programs.units.stack.split(params)
         self.stored = programs.units.stored(params)
 

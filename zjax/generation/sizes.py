@@ -54,6 +54,15 @@ def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
     return min(most, number)
 
 
+def has_room(num_bytes: int) -> bool:
+    """Whether devices have memory for weights, or do not tell.
+
+    Weights are there twice for a moment, as blocks are cut out of stacks.
+    """
+    free = [_free_bytes(device) for device in jax.local_devices()]
+    return all(number is None or 2 * num_bytes <= _SHARE * number for number in free)
+
+
 def _free_bytes(device: Any) -> int | None:
     """Returns the bytes that a device has left; None if it does not tell."""
     stats = device.memory_stats() or {}

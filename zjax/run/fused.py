@@ -1,18 +1,25 @@
 """Executor whose step is one program, and the parameters of a state for the model."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from absl import logging
 from jax.sharding import AbstractMesh, Mesh
 
+from zjax.generation.offloaded import OffloadedDecoder, UnitPrograms
+from zjax.generation.sizes import has_room
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Jit, Peak
+from zjax.offload.units import UnitStream
 from zjax.replicas.state import run_rows
 from zjax.run.compiler import Options, step_options
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
+from zjax.sharding.describe import format_bytes
+from zjax.sharding.layers import layer_by_layer, take_apart
 from zjax.sharding.memory import tree_bytes
 from zjax.sharding.mesh import BATCH_AXES, is_simulated, num_shares
 from zjax.sharding.placement import (
@@ -135,6 +142,7 @@ class FusedExecutor:
         self, model: Model, plan: Plan, config: Config, programs: Mapping[str, Any]
     ):
         self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._model, self._plan, self._config = model, plan, config
         self.programs: Mapping[str, Any] = programs
         self.state_plan = run_rows(plan, config)
         self.parameters = Weights(model, plan)
@@ -156,8 +164,30 @@ class FusedExecutor:
         return self.programs["evaluate"](state, batch)
 
     def decoder(self, state: TrainState) -> Any:
-        """Returns the decoder that `zjax.generate` takes."""
-        return self.parameters.decoder(state)
+        """Returns the decoder that `zjax.generate` takes.
+
+        Weights that ZeRO splits are gathered once, if devices have room for all.
+        """
+        rows = staged_plan(self._plan).compute
+        whole = sum(row.used_bytes for row in jax.tree.leaves(rows))
+        if not self._plan.splits.compute or has_room(whole):
+            return self.parameters.decoder(state)
+        size = format_bytes(whole)
+        logging.warning("text: %s of weights are gathered layer by layer", size)
+        layers = jax.tree.map(layer_by_layer, rows)
+        params = take_apart(self.parameters(state), layers)
+        return OffloadedDecoder(self._units, params, self._config.model)
+
+    @functools.cached_property
+    def _units(self) -> UnitPrograms:
+        """Programs of the blocks, each of which gathers the weights of a block."""
+        assert self._model.stack is not None
+        rows = jax.tree.map(layer_by_layer, staged_plan(self._plan).compute)
+        units = UnitStream(
+            self._model.stack, dataclasses.replace(self._plan, compute=rows)
+        )
+        options = step_options(self._config, self._plan)
+        return UnitPrograms(units, make_jit(self._plan.mesh, options))
 
     def settle(self, state: TrainState) -> TrainState:
         """Returns the state itself: a fused step leaves no pending gradient."""

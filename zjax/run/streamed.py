@@ -13,7 +13,7 @@ from zjax.run.compiler import step_options
 from zjax.run.fused import Weights, make_jit, make_programs
 from zjax.settings.schema import Config
 from zjax.sharding.plan import Plan, staged_plan
-from zjax.train.state import TrainState, without_update
+from zjax.train.state import TrainState, stored_compute, without_update
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Metrics, Model
 
@@ -67,7 +67,8 @@ class StreamedExecutor:
         """Returns the decoder that `zjax.generate` takes."""
         if not self.generation:
             return self.parameters.decoder(state)
-        return OffloadedDecoder(self.generation, state, self._shape)
+        params = stored_compute(state, self._plan)
+        return OffloadedDecoder(self.generation, params, self._shape)
 
     def settle(self, state: TrainState) -> TrainState:
         """Applies a pending gradient that a delayed update left for the next step."""

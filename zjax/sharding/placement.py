@@ -137,6 +137,12 @@ class ArrayPlan:
         return array_bytes(shard, self.stored_dtype)
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes on one device of the array as the model reads it."""
+        shard = self.used.shard_shape(self.stored_shape)
+        return array_bytes(shard, self.dtype)
+
+    @property
     def layer(self) -> "ArrayPlan":
         """Plan of one of the stacked layers."""
         return dataclasses.replace(
