@@ -1,0 +1,127 @@
+"""Greedy texts are those of the whole model, however requests share passes and pages."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.support import features, language
+from zjax.generation.engine import Engine, Request
+from zjax.generation.generate import generate
+from zjax.generation.plan import Size
+from zjax.generation.pool import Pool
+from zjax.generation.programs import CutDecoder
+from zjax.generation.scheduler import Scheduler
+from zjax.generation.sequence import Sequence
+from zjax.settings import schema
+
+LENGTH, ROWS, PAGE = 16, 3, 4
+LLAMA = language.LLAMA
+FAMILIES = {
+    "gpt": language.GPT,
+    "llama": LLAMA,
+    "qwen3": language.QWEN3,
+    "latents": language.LATENT,
+    "window": dataclasses.replace(LLAMA, window=schema.SlidingWindow(size=3)),
+    "gemma": dataclasses.replace(
+        LLAMA,
+        activation="geglu",
+        norm_position="both",
+        zero_centered_norm=True,
+        attention_soft_cap=2.0,
+        logit_soft_cap=3.0,
+    ),
+    "sinks": dataclasses.replace(LLAMA, attention_sinks=True),
+    "experts": dataclasses.replace(
+        LLAMA, moe=schema.TokenChoice(num_experts=4, top_k=2, num_shared=1)
+    ),
+    "tiles": dataclasses.replace(language.GPT, mlp_tiles=2),
+    "a layer without rotation": dataclasses.replace(
+        LLAMA, positions=schema.Rotary(unrotated_every=2)
+    ),
+}
+RNG = np.random.default_rng(3)
+SHARED = RNG.integers(0, 29, size=9).tolist()
+PROMPTS = [
+    SHARED,
+    SHARED[:8] + [5, 11],
+    RNG.integers(0, 29, size=2).tolist(),
+    RNG.integers(0, 29, size=7).tolist(),
+    SHARED[:5],
+]
+WANTED = [7, 6, 12, 9, 10]
+"""New tokens of each prompt."""
+
+
+def whole_texts(model):
+    """Takes the most likely token after each prefix, by the model without a cache."""
+    texts = []
+    for prompt, num_new in zip(PROMPTS, WANTED, strict=True):
+        row = np.zeros((1, LENGTH), np.int32)
+        row[0, : len(prompt)] = prompt
+        for place in range(len(prompt), len(prompt) + num_new):
+            scores = language.logits_of(model, {"tokens": row})[0, place - 1]
+            row[0, place : place + 1] = np.argmax(scores)
+        texts.append(row[0, len(prompt) : len(prompt) + num_new].tolist())
+    return texts
+
+
+class Written:
+    """An engine of small chunks and pages, and what it writes."""
+
+    def __init__(self, decoder, *, num_pages, chunk_size):
+        shapes = {"num_slots": ROWS, "max_length": LENGTH}
+        passes = decoder.passes(num_pages=num_pages, page_size=PAGE, **shapes)
+        sizes = Size(ROWS), Size(ROWS, 2)
+        pool = Pool(num_pages, PAGE)
+        self.scheduler = Scheduler(
+            pool, ROWS, LENGTH, sizes, chunk_size=chunk_size, max_steps=4
+        )
+        self.engine = Engine(passes, self.scheduler)
+
+    def write(self):
+        """Returns the texts of all prompts."""
+        sequences = [
+            self.scheduler.add(Sequence(prompt, num_new, request=Request()))
+            for prompt, num_new in zip(PROMPTS, WANTED, strict=True)
+        ]
+        for _ in self.engine.run():
+            pass
+        assert self.scheduler.metrics.num_live_pages == 0
+        return [sequence.generated for sequence in sequences]
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_texts_do_not_depend_on_neighbours_chunks_pages_or_hits(config):
+    """Fails if a key is lost between chunks, pages, owners of pages, or prefixes."""
+    model = language.make_language_model(config)
+    wanted, decoder = whole_texts(model), CutDecoder(model)
+    assert len({*sum(wanted, [])}) > 3
+    roomy = Written(decoder, num_pages=20, chunk_size=3)
+    assert roomy.write() == wanted
+    hits = roomy.scheduler.metrics.num_hit_tokens
+    assert roomy.write() == wanted
+    assert roomy.scheduler.metrics.num_hit_tokens > hits + 8
+    narrow = Written(decoder, num_pages=7, chunk_size=8)
+    assert narrow.write() == wanted
+    assert narrow.scheduler.metrics.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "mesh.data=4 mesh.tensor=2",
+        "zero.stage=3 mesh.data=8",
+        features.EXPERTS + "mesh.data=4 mesh.expert=2",
+        features.HOST + "zero.stage=2 mesh.data=8",
+    ],
+    ids=["tensor", "stage 3", "experts", "host"],
+)
+def test_texts_do_not_depend_on_the_mesh(settings):
+    """Fails if a split of heads, experts or weights changes a text."""
+    run = features.start(features.config_of(settings))
+    for prompt, num_new in zip(PROMPTS[1:3], WANTED[1:3], strict=True):
+        given = np.array([prompt])
+        found = run.generate(run.state, given, max_new_tokens=num_new)
+        alone = generate(run.bind(run.state), given, max_new_tokens=num_new)
+        np.testing.assert_array_equal(found, alone)
