@@ -56,6 +56,24 @@ CASES = {
         ),
         settings=dict(soft_cap=20.0, scale=0.2),
     ),
+    "a long row, whose keys a cluster shares": dict(
+        case=dict(starts=[4000], counts=[1], heads=32, num_heads=4, size=128),
+        settings=dict(sinks=np.linspace(-1, 9, 32, dtype=np.float32)),
+    ),
+    "heads without groups": dict(
+        case=dict(starts=[2500, 9], counts=[1, 1], heads=8, num_heads=8, page_size=64),
+        settings=dict(window=1000, soft_cap=5.0),
+    ),
+    "wide heads of few rows": dict(
+        case=dict(
+            starts=[3000],
+            counts=[1],
+            heads=8,
+            num_heads=1,
+            size=256,
+            page_size=64,
+        ),
+    ),
     "one head of keys": dict(
         case=dict(starts=[3000], counts=[1], heads=71, num_heads=1, page_size=32),
     ),
@@ -79,6 +97,25 @@ def test_kernel_computes_what_the_reference_does(name, dtype):
     found, again, expected = map(run, ("mosaic_gpu", "mosaic_gpu", "reference"))
     np.testing.assert_array_equal(found, again)
     np.testing.assert_allclose(found, expected, atol=1e-2 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 40])
+def test_early_kernels_compute_the_same(chunks):
+    """Fails if a kernel reads queries before the last one has written them."""
+    starts = [1500 - 30 * number for number in range(chunks)]
+    case = make_case(starts, [1] * chunks, heads=32, num_heads=8, size=128)
+    q, keys, values = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(q, early):
+        for _ in range(20):
+            settings = dict(implementation="mosaic_gpu", early=early)
+            q += paged_attention(q, keys, values, *case[3:], **settings)
+        return q
+
+    expected = np.float32(run(q, False))
+    for _ in range(5):
+        np.testing.assert_array_equal(np.float32(run(q, True)), expected)
 
 
 def test_pages_are_written_in_place():

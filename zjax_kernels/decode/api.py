@@ -35,6 +35,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: Array | None = None,
     value_size: int = 0,
+    early: bool = False,
     implementation: Implementation = "auto",
 ) -> Array:
     """Computes softmax(scale q k) v over the cached keys up to each token's own.
@@ -57,6 +58,8 @@ def paged_attention(
         sinks: [H] scores of a key without value, one per head, or None.
         value_size: Channels of the values that are read, the first; 0 is all. With it,
             `values` may be `keys`, as in latent attention.
+        early: Whether the kernel is launched while the operations before still run, and
+            waits for their results on the GPU (dependent launch, JAX 0.11.2 or newer).
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, D and Dv both 64,
             128 or 256, pages of 16, 32, ... 256 tokens), `reference` (anywhere, any
             sharding of heads), or `auto`: `mosaic_gpu` where possible, logged once.
@@ -88,6 +91,7 @@ def paged_attention(
         window=window,
         soft_cap=float(soft_cap),
         value_size=value_size or values.shape[-1],
+        early=early,
     )
     problem, remedy = _obstacle(q, cache, options)
     chosen = choose_implementation(

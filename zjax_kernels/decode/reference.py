@@ -39,12 +39,14 @@ class Options:
         window: Keys that a token sees, its own the last; 0 is all.
         soft_cap: Cap, by `soft_cap * tanh(score / soft_cap)`; 0 is none.
         value_size: Channels of the values that are read, the first.
+        early: Whether the kernel starts before the last kernels end.
     """
 
     scale: float
     window: int
     soft_cap: float
     value_size: int
+    early: bool = False
 
 
 def paged_attention(

@@ -10,7 +10,7 @@ class Tuning:
     Args:
         stages: Steps of keys in shared memory at a time, 2 or more.
         programs_per_sm: Programs per SM up to which rows are split, 1 or more.
-        min_steps: Least steps of a split, 1 or more.
+        min_steps: Least steps of a split of the longest row, 1 or more.
     """
 
     stages: int
@@ -18,6 +18,9 @@ class Tuning:
     min_steps: int = 4
 
 
+SPLITS = 1, 2, 4, 8
+"""Programs that may share a row: clusters that any Hopper GPU runs, and that divide the
+channels of a head."""
 H200 = {
     64: Tuning(stages=6),
     # Two programs share an SM: one waits for copies while the other computes.

@@ -1,11 +1,13 @@
-"""Kernel of paged attention: programs share the keys of a row, and are merged.
+"""Kernel of paged attention: programs share the keys of a row, and merge the outputs.
 
 A program is one warpgroup. It starts the copies of keys and values some steps ahead of
-the products, and a second program of the SM computes while the first waits.
+the products, and a second program of the SM computes while the first waits. Programs
+that share a row are a cluster: each merges the outputs of all for some channels.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels import warpgroups
+from zjax_kernels.decode.mosaic_gpu.memory import CHUNK, Memory, Rows
+from zjax_kernels.decode.mosaic_gpu.merge import merge_splits
 from zjax_kernels.decode.mosaic_gpu.work import STEP, TILE, Sizes, Split, find_split
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.decode.tuning import H200, Tuning
 from zjax_kernels.sparse.mosaic_gpu import arithmetic as logits
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import ROWS, Arithmetic, index
-from zjax_kernels.warpgroups import launch
+from zjax_kernels.warpgroups import CLUSTER, launch
 
 
 def paged_attention(
@@ -35,152 +40,36 @@ def paged_attention(
     A `tuning` of None is chosen by head size; `interpret` holds the interpreter's
     parameters, None on a GPU.
     """
-    size = q.shape[-1]
-    sizes = Sizes.of(q, cache, tuning or H200[size])
-    partial = sizes.items, sizes.splits
+    sizes = Sizes.of(q, cache, tuning or H200[q.shape[-1]])
 
     def body(inputs, outputs, scratch):
-        q_ref, *refs = inputs
-        refs = Cache(*refs)
-        place = find_split(
-            sizes,
-            options.window,
-            refs.starts,
-            refs.counts,
-            lax.axis_index("program"),
-        )
-        memory = _Memory.of(scratch, interpret)
+        q_ref, sinks_ref, *refs = inputs
+        (out_ref,) = outputs
+        # The interpreter runs one kernel after another.
+        if options.early and interpret is None:
+            warpgroups.start_next()
+            warpgroups.wait_for_last()
+        refs, memory = Cache(*refs), scratch.of(sizes, interpret)
+        split = index(lax.axis_index(CLUSTER) if sizes.splits > 1 else 0)
+        item = lax.axis_index("program")
+        place = find_split(sizes, options.window, refs.starts, refs.counts, item, split)
         program = _Program(sizes, options, place, refs, memory, Arithmetic(interpret))
+        program.start(q_ref)
+        parts = program.exchange(*program.attend())
+        program.store(program.merge(parts, sinks_ref), out_ref)
 
-        @pl.when(place.num_steps > 0)
-        def _():
-            program.start(q_ref)
-            program.store(*program.attend(), *outputs)
-
-        @pl.when(place.num_steps <= 0)
-        def _():
-            nothing = program.arithmetic.full((TILE,), -jnp.inf, ROWS)
-            outputs[1].at[place.item, place.split][...] = nothing
-
-    out, lse = launch(
+    (out,) = launch(
         body,
-        (_tiles(q, sizes), *cache),
-        [
-            jax.ShapeDtypeStruct((*partial, sizes.rows, size), jnp.float32),
-            jax.ShapeDtypeStruct((*partial, TILE), jnp.float32),
-        ],
-        _Memory.allocate(sizes, size, q.dtype, interpret),
-        num_programs=sizes.items * sizes.splits,
+        (q, sinks, *cache),
+        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        Memory.allocate(sizes, q, interpret),
+        num_programs=sizes.items,
+        cluster_size=sizes.splits,
         interpret=interpret,
         approx_math=True,  # exp2 and tanh are single instructions
         reduction_scratch_bytes=0,  # rows are reduced within a warp
     )
-    merged = _merge(out, lse[..., : sizes.rows], sinks, sizes)
-    counted = jnp.arange(sizes.tokens)[None] < cache.counts[:, None]
-    return jnp.where(counted[..., None, None], merged, 0.0).astype(q.dtype)
-
-
-def _tiles(q: Array, sizes: Sizes) -> Array:
-    """Arranges queries in tiles of tokens and heads of a group: [items, rows, D]."""
-    size = q.shape[-1]
-    q = q.reshape(sizes.chunks, sizes.tokens, sizes.num_heads, sizes.group, size)
-    q = q.swapaxes(1, 2).reshape(sizes.chunks * sizes.num_heads, -1, size)
-    padding = sizes.tiles * sizes.rows - q.shape[1]
-    return jnp.pad(q, [(0, 0), (0, padding), (0, 0)]).reshape(-1, sizes.rows, size)
-
-
-def _merge(out: Array, lse: Array, sinks: Array | None, sizes: Sizes) -> Array:
-    """Merges outputs of splits, [items, splits, rows, D], into [C, T, H, D].
-
-    `lse` are log-sum-exps, float32[items, splits, rows]; a sink joins the sum of
-    exponentials here.
-    """
-    level = jnp.broadcast_to(lse[..., None], out.shape)
-    # What a program without keys leaves in memory might be NaN.
-    parts = level, jnp.ones_like(out), jnp.where(jnp.isneginf(level), 0.0, out)
-    if sizes.splits == 1:
-        parts = tuple(x[:, 0] for x in parts)
-    else:
-        # One reduction of three arrays is one kernel, where a maximum, a sum of
-        # exponentials and a weighted sum would be three.
-        start = tuple(jnp.float32(x) for x in (-jnp.inf, 0, 0))
-        parts = lax.reduce(parts, start, _add_softmax, [1])
-    level, total, out = (_tokens(x, sizes) for x in parts)
-    if sinks is not None:
-        scores = sinks.astype(jnp.float32).reshape(1, 1, -1, 1)
-        total += jnp.exp(scores - level)
-    return out / total
-
-
-def _add_softmax(x, y):
-    """Adds two running softmaxes: the maximum, the sum, and the weighted values."""
-    level = jnp.maximum(x[0], y[0])
-    # -inf minus -inf is NaN, where neither has seen a key.
-    finite = jnp.where(jnp.isneginf(level), 0.0, level)
-    weights = jnp.exp(x[0] - finite), jnp.exp(y[0] - finite)
-    return level, *(
-        a * weights[0] + b * weights[1] for a, b in zip(x[1:], y[1:], strict=True)
-    )
-
-
-def _tokens(x: Array, sizes: Sizes) -> Array:
-    """Arranges rows of tiles, [items, rows, D], by token and head: [C, T, H, D]."""
-    x = x.reshape(sizes.chunks, sizes.num_heads, -1, x.shape[-1])
-    x = x[:, :, : sizes.tokens * sizes.group]
-    x = x.reshape(*x.shape[:2], sizes.tokens, sizes.group, x.shape[-1]).swapaxes(1, 2)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-class _Memory(NamedTuple):
-    """Shared memory and barriers of a program.
-
-    Args:
-        q: [TILE, D] queries.
-        keys: [stages, STEP, D] keys.
-        out: float32[TILE, D] output, in the place of keys that nobody reads any more.
-        values: [stages, STEP, D] values.
-        q_ready: Barrier on which the queries arrive.
-        keys_ready: Barriers per stage on which keys arrive.
-        values_ready: Barriers per stage on which values arrive.
-    """
-
-    q: Any
-    keys: Any
-    out: Any
-    values: Any
-    q_ready: Any
-    keys_ready: Any
-    values_ready: Any
-
-    @classmethod
-    def allocate(cls, sizes: Sizes, size: int, dtype: Any, interpret: Any) -> list[Any]:
-        """Returns types of shared memory and barriers, to be named by `of`."""
-        stages = sizes.tuning.stages
-        ring = _matrix((stages, STEP, size), dtype)
-        places = ring, _matrix((TILE, size), jnp.float32)
-        barrier = plgpu.Barrier(num_arrivals=sizes.copies, num_barriers=stages)
-        return [
-            _matrix((TILE, size), dtype),
-            # The interpreter has no unions.
-            places if interpret is not None else plgpu.RefUnion(*places),
-            ring,
-            plgpu.Barrier(),
-            barrier,
-            barrier,
-        ]
-
-    @classmethod
-    def of(cls, refs: Any, interpret: Any) -> "_Memory":
-        """Names references."""
-        q, places, *others = refs
-        return cls(q, *places, *others)
-
-
-def _matrix(shape, dtype):
-    """Allocates matrices, tiled and swizzled for tensor cores and copies."""
-    width = 128 // jnp.dtype(dtype).itemsize
-    tiling = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
-    return plgpu.SMEM(shape, dtype, transforms=tiling)
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +89,7 @@ class _Program:
     options: Options
     place: Split
     cache: Cache
-    memory: _Memory
+    memory: Memory
     arithmetic: Arithmetic
 
     def start(self, q_ref: Any) -> None:
@@ -208,11 +97,27 @@ class _Program:
         steps = [index(step) for step in range(self.sizes.tuning.stages)]
         # All at once: copies between the reads would wait for one after another.
         pages = [self.read_pages(step) for step in steps]
-        target = self.memory.q.at[pl.ds(0, self.sizes.rows)]
-        plgpu.copy_gmem_to_smem(q_ref.at[self.place.item], target, self.memory.q_ready)
+        for number, rows in enumerate(self.memory.q):
+            for place, target in self.boxes(rows, number * CHUNK):
+                plgpu.copy_gmem_to_smem(q_ref.at[place], target, self.memory.q_ready)
         for step, numbers in zip(steps, pages, strict=True):
             self.copy("keys", step, numbers)
             self.copy("values", step, numbers)
+
+    def boxes(self, rows: Rows, first: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """Yields places of the tile in all queries or outputs, and in shared memory.
+
+        `first` is the first of the channels that `rows` have.
+        """
+        sizes, chunk, token = self.sizes, self.place.chunk, self.place.first_token
+        heads = pl.ds(self.place.first_head, sizes.tile_heads)
+        channels = pl.ds(first, rows.tiled.shape[1])
+        if rows.boxed is not None:
+            yield (chunk, pl.ds(token, sizes.tile_tokens), heads, channels), rows.boxed
+            return
+        for nth in range(sizes.tile_tokens):
+            some = rows.tiled.at[pl.ds(nth * sizes.tile_heads, sizes.tile_heads)]
+            yield (chunk, token + nth, heads, channels), some
 
     def read_pages(self, step: Array) -> list[Array]:
         """Reads the pages of a step from global memory."""
@@ -249,7 +154,7 @@ class _Program:
 
     def attend(self) -> tuple[Array, Array]:
         """Returns outputs over the keys of the program, and log-sum-exps."""
-        size, stages = self.memory.q.shape[-1], index(self.sizes.tuning.stages)
+        size, stages = self.memory.keys.shape[-1], index(self.sizes.tuning.stages)
         positions = self.positions()
 
         def step(nth, carry):
@@ -258,7 +163,8 @@ class _Program:
             after = self.read_pages(following + 1)
             plgpu.barrier_wait(self.memory.keys_ready.at[stage])
             keys = self.memory.keys.at[stage]
-            scores, _ = self.arithmetic.product(self.memory.q, keys)
+            q = [rows.tiled for rows in self.memory.q]
+            scores = self.arithmetic.product_of_chunks(q, keys)
             # The scores are in registers: the keys may be overwritten.
             self.copy("keys", following, pages)
             scores = self.mask(scores, positions, nth)
@@ -293,8 +199,13 @@ class _Program:
         """Returns the position of the token of each row, int32[TILE, STEP]."""
         if self.sizes.tokens == 1:
             return self.arithmetic.broadcast(self.place.start, (TILE, STEP))
-        rows = self.arithmetic.iota((TILE, STEP), 0) + self.place.first_row
-        return lax.div(rows, index(self.sizes.group)) + self.place.start
+        return self.tokens(STEP) + self.place.start
+
+    def tokens(self, columns: int) -> Array:
+        """Returns the token of each row within the chunk, int32[TILE, columns]."""
+        rows = self.arithmetic.iota((TILE, columns), 0)
+        token = lax.div(rows, index(self.sizes.tile_heads))
+        return token + self.place.first_token
 
     def mask(self, scores: Array, positions: Array, step: Array) -> Array:
         """Caps scores and hides keys that a row does not see."""
@@ -325,12 +236,76 @@ class _Program:
             ref[...] = jnp.where(beyond, jnp.zeros_like(values), values)
             plgpu.commit_smem()  # tensor cores must see the writes of registers
 
-    def store(self, out: Array, lse: Array, out_ref: Any, lse_ref: Any) -> None:
-        """Stores the results of the program."""
-        item, split = self.place.item, self.place.split
-        lse_ref.at[item, split][...] = lse
-        self.memory.out[...] = out
+    def exchange(self, out: Array, lse: Array) -> list[tuple[Array, Array]]:
+        """Sends each program of the cluster some channels of the outputs.
+
+        Returns the channels of this program from each split, float32[TILE, D / splits],
+        and the log-sum-exps.
+        """
+        splits, memory = self.sizes.splits, self.memory
+        if splits == 1:
+            return [(out, lse)]
+        plgpu.commit_smem()  # all warps have read the keys
+        plgpu.barrier_arrive(memory.all_read)
+        plgpu.barrier_wait(memory.all_read)
+        width = out.shape[1] // splits
+        channels, numbers = pl.ds(0, width), pl.ds(width, 8)
+        target = memory.sums.at[self.place.split]
+        for rank in range(splits):
+            some = out[:, rank * width : (rank + 1) * width]
+            sent = (some, channels), (logits.per_row(lse, (TILE, 8)), numbers)
+            for value, columns in sent:
+                plgpu.async_store_smem(
+                    value,
+                    target.at[:, columns],
+                    memory.sums_ready,
+                    cluster_idx=index(rank),
+                    cluster_dim=CLUSTER,
+                    optimized=False,
+                )
+        plgpu.barrier_wait(memory.sums_ready)
+        received = [memory.sums.at[split] for split in range(splits)]
+        return [
+            (self.load(ref.at[:, channels]), self.load(ref.at[:, numbers]).max(axis=1))
+            for ref in received
+        ]
+
+    def load(self, ref: Any) -> Array:
+        """Loads numbers from shared memory, in the layout of outputs."""
+        return self.arithmetic.load(ref, plgpu.Layout.WGMMA, optimized=False)
+
+    def merge(self, parts: list[tuple[Array, Array]], sinks_ref: Any) -> Array:
+        """Merges outputs of splits; tokens that do not count get 0."""
+        sinks = None if sinks_ref is None else self.sinks(sinks_ref)
+        merged = merge_splits(parts, sinks)
+        if self.sizes.tokens == 1:
+            return merged
+        # A token that does not count has seen the keys of the last one that does.
+        counts = self.arithmetic.broadcast(self.place.num_tokens, merged.shape)
+        return jnp.where(self.tokens(merged.shape[1]) < counts, merged, 0.0)
+
+    def sinks(self, ref: Any) -> Array:
+        """Returns the sink of the query head of each row, float32[TILE]."""
+        # Scalars of each head: vectors would begin at any head, and run beyond the end.
+        heads = self.sizes.tile_heads
+        shape = TILE, 8
+        head = lax.rem(self.arithmetic.iota(shape, 0), index(heads))
+        found = self.arithmetic.full(shape, 0.0, plgpu.Layout.WGMMA)
+        for number in range(heads):
+            sink = ref[self.place.first_head + number].astype(jnp.float32)
+            sink = self.arithmetic.broadcast(sink, shape)
+            found = jnp.where(head == index(number), sink, found)
+        return found.max(axis=1)
+
+    def store(self, out: Array, out_ref: Any) -> None:
+        """Stores the merged channels of the program."""
+        rank_start = self.place.split * index(out.shape[1])
+        width = out.shape[1] // len(self.memory.out)
+        for number, rows in enumerate(self.memory.out):
+            some = out[:, number * width : (number + 1) * width]
+            rows.tiled[...] = some.astype(rows.tiled.dtype)
         plgpu.commit_smem()  # copies must see the writes of registers
-        rows = self.memory.out.at[pl.ds(0, self.sizes.rows)]
-        plgpu.copy_smem_to_gmem(rows, out_ref.at[item, split])
+        for number, rows in enumerate(self.memory.out):
+            for place, source in self.boxes(rows, rank_start + number * width):
+                plgpu.copy_smem_to_gmem(source, out_ref.at[place])
         plgpu.wait_smem_to_gmem(0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zjax_kernels.decode.reference import Cache
-from zjax_kernels.decode.tuning import Tuning
+from zjax_kernels.decode.tuning import SPLITS, Tuning
 from zjax_kernels.device import NUM_SMS
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import index
 
@@ -49,27 +49,39 @@ class Sizes:
         return cls(chunks, tokens, num_heads, group, page_size, table_size, tuning)
 
     @property
-    def tiles(self) -> int:
-        """Number of tiles of a chunk and head of keys."""
-        return -(-self.tokens * self.group // TILE)
+    def head_tiles(self) -> int:
+        """Number of tiles of a token and head of keys; 1 for groups up to `TILE`."""
+        return -(-self.group // TILE)
+
+    @property
+    def tile_heads(self) -> int:
+        """Query heads of a tile; the last tile of a large group overlaps another."""
+        return -(-self.group // self.head_tiles)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile, a divisor of the tokens: copies of tiles are boxes."""
+        most = TILE // self.tile_heads
+        return max(n for n in range(1, most + 1) if self.tokens % n == 0)
 
     @property
     def rows(self) -> int:
-        """Rows of a tile that are copied: multiples of 8 are."""
-        return min(TILE, -(-self.tokens * self.group // 8) * 8)
+        """Rows of a tile that hold queries."""
+        return self.tile_tokens * self.tile_heads
 
     @property
     def items(self) -> int:
         """Number of tiles of all chunks and heads of keys."""
-        return self.chunks * self.num_heads * self.tiles
+        tiles = self.tokens // self.tile_tokens * self.head_tiles
+        return self.chunks * self.num_heads * tiles
 
     @property
     def splits(self) -> int:
-        """Number of programs that share the keys of a tile."""
+        """Number of programs that share the keys of a tile: a cluster."""
         steps = -(-self.table_size * self.page_size // STEP)
-        most = -(-steps // self.tuning.min_steps)
         programs = self.tuning.programs_per_sm * NUM_SMS
-        return max(1, min(most, programs // self.items))
+        most = min(-(-steps // self.tuning.min_steps), programs // self.items)
+        return max(number for number in SPLITS if number <= max(1, most))
 
     @property
     def copies(self) -> int:
@@ -81,55 +93,62 @@ class Split(NamedTuple):
     """Keys that a program reads for a tile of queries.
 
     Args:
-        item: Index of the tile of all chunks and heads.
         chunk: Index of the chunk.
         head: Head of keys.
         split: Index of the split.
-        first_row: First row of the tile, within all rows of chunk and head.
+        first_token: First token of the tile, within the chunk.
+        first_head: First query head of the tile.
         start: Position of the first token of the chunk.
+        num_tokens: Tokens of the chunk that count.
         end: Number of keys that the last token of the tile sees, from the first key of
-            the row.
+            the row; 0 if no token of the tile counts.
         first: First step.
-        num_steps: Number of steps.
+        num_steps: Number of steps, 0 or less for none.
     """
 
-    item: jax.Array
     chunk: jax.Array
     head: jax.Array
     split: jax.Array
-    first_row: jax.Array
+    first_token: jax.Array
+    first_head: jax.Array
     start: jax.Array
+    num_tokens: jax.Array
     end: jax.Array
     first: jax.Array
     num_steps: jax.Array
 
 
 def find_split(
-    sizes: Sizes, window: int, starts: Any, counts: Any, program: jax.Array
+    sizes: Sizes,
+    window: int,
+    starts: Any,
+    counts: Any,
+    item: jax.Array,
+    split: jax.Array,
 ) -> Split:
     """Returns the keys of a program; `starts` and `counts` are in global memory."""
-    item, split = _divide(program, sizes.splits)
-    pair, tile = _divide(item, sizes.tiles)
+    pair, tile = _divide(item, sizes.items // (sizes.chunks * sizes.num_heads))
     chunk, head = _divide(pair, sizes.num_heads)
+    token_tile, head_tile = _divide(tile, sizes.head_tiles)
+    first_token = token_tile * index(sizes.tile_tokens)
+    last_head = index(sizes.group - sizes.tile_heads)
+    first_head = jnp.minimum(head_tile * index(sizes.tile_heads), last_head)
     start, count = starts[chunk], counts[chunk]
-    first_row = tile * index(TILE)
-    first_token, _ = _divide(first_row, sizes.group)
-    last_token, _ = _divide(first_row + index(TILE - 1), sizes.group)
-    end = start + jnp.minimum(last_token + 1, count)
+    end = start + jnp.minimum(first_token + sizes.tile_tokens, count)
     end = jnp.where(first_token < count, end, index(0))
     begin = jnp.maximum(start + first_token - window + 1, 0) if window else index(0)
     first, _ = _divide(begin, STEP)
-    steps = _divide(end + index(STEP - 1), STEP)[0] - first
+    steps = jnp.maximum(_divide(end + index(STEP - 1), STEP)[0] - first, 0)
     per_split, _ = _divide(steps + index(sizes.splits - 1), sizes.splits)
-    per_split = jnp.maximum(per_split, sizes.tuning.min_steps)
     before = split * per_split
     return Split(
-        item,
         chunk,
         head,
         split,
-        first_row,
+        first_token,
+        head * index(sizes.group) + first_head,
         start,
+        count,
         end,
         first=first + before,
         num_steps=jnp.minimum(steps - before, per_split),

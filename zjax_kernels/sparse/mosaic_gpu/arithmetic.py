@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +75,25 @@ class Arithmetic:
             return total[...], result
 
         return pl.run_scoped(run, _accumulator(x, y))
+
+    def product_of_chunks(self, chunks: Sequence[Any], y: Any) -> jax.Array:
+        """Returns [m, d] times [n, d] transposed, float32[m, n].
+
+        The matrices are in shared memory, the first in chunks of columns, [m, c] each.
+        """
+        width = chunks[0].shape[1]
+        columns = [pl.ds(number * width, width) for number in range(len(chunks))]
+        pairs = [(x, y.at[:, each]) for x, each in zip(chunks, columns, strict=True)]
+        if self.simulated and not _NEWER:
+            products = [_dot(x[...], y[...].T) for x, y in pairs]
+            return functools.reduce(jnp.add, products)
+
+        def run(total):
+            for pair in pairs:
+                _start_product(total, *pair)
+            return total[...]
+
+        return pl.run_scoped(run, ACC((chunks[0].shape[0], y.shape[0]), jnp.float32))
 
     def overlapped_products(
         self,
