@@ -95,6 +95,7 @@ def _attend_to_pages(
         window=how.bounds.window,
         soft_cap=how.bounds.soft_cap,
         sinks=how.sinks,
+        early=True,
     )
 
 

@@ -51,17 +51,18 @@ def dot_few_rows(
     residual: Float[Array, "..."] | None = None,
     **fused: Any,
 ) -> Float[Array, "..."]:
-    """Contracts as `dot` does, by a kernel for few rows where one runs.
+    """Contracts as `dot` does, by a GPU kernel for few rows where one runs.
 
-    `fused` is `norm` or `activation` of `zjax_kernels.few_rows_matmul`. The product has
-    no gradient.
+    The GPU reads `kernel` while the operations before still run: it is a parameter of
+    the program, which no recent operation computes. `fused` is `norm` or `activation`
+    of `zjax_kernels.few_rows_matmul`. The product has no gradient.
     """
     before = x.shape[: x.ndim - num_contracted]
     rows = x.reshape(math.prod(before), -1)
     matrix = kernel.reshape(rows.shape[1], -1)
     if residual is not None:
         fused["residual"] = residual.reshape(rows.shape[0], -1)
-    y = few_rows_matmul(rows, matrix, **fused)
+    y = few_rows_matmul(rows, matrix, early=True, **fused)
     if residual is not None:
         return y.reshape(residual.shape)
     after = kernel.shape[num_contracted:]

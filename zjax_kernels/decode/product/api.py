@@ -58,10 +58,10 @@ def few_rows_matmul(
         activation: `gelu` (with tanh), or with gates `swiglu`, `geglu` or
             `clamped_swiglu`, of the product in float32; empty is none.
         residual: [N, M] in the dtype of `x`, added to the result, or None.
-        early: Whether the kernel reads `weights`, `scales` and the scale of the norm
-            while the operations before still run (dependent launch, JAX 0.11.2 or
-            newer). They must be arrays that no recent operation computes, as parameters
-            of a model are: otherwise results are wrong.
+        early: Whether the kernel reads `weights` and `scales` while the operations
+            before still run (dependent launch, JAX 0.11.2 or newer). They must be
+            arrays that no recent operation computes, as parameters of a model are:
+            otherwise results are wrong.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, 1 to 64 rows, K and
             M multiples of 64; for codes bfloat16 rows, K a multiple of 128, for int4 of
             256, and groups of 64 or 128), `reference` (anywhere, any sharding), or

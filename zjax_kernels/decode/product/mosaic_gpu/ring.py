@@ -81,21 +81,22 @@ class Ring:
                     source = self.operands.scales.at[place]
                     target = memory.scales.at[stage, part]
                     plgpu.copy_gmem_to_smem(source, target, ready)
-            if memory.norm is not None:
-                source = self.operands.norm.at[pl.ds(first, sizes.step)]
-                plgpu.copy_gmem_to_smem(source, memory.norm.at[stage], ready)
 
     def copy_rows(self, step: Array, stage: Array) -> None:
-        """Starts to copy a step of the rows."""
+        """Starts to copy a step of the rows, and the scales of the norm."""
         sizes, memory, first = self.sizes, self.memory, self.first(step)
 
         @pl.when(step < self.place.num_steps)
         def _():
+            ready = memory.ready.at[stage]
             for chunk in range(sizes.chunks):
                 # What other rows of the tile hold stays in columns that nobody stores.
                 target = memory.x.by_rows.at[stage, chunk, pl.ds(0, sizes.rows)]
                 source = self.operands.x.at[:, pl.ds(first + chunk * CHUNK, CHUNK)]
-                plgpu.copy_gmem_to_smem(source, target, memory.ready.at[stage])
+                plgpu.copy_gmem_to_smem(source, target, ready)
+            if memory.norm is not None:
+                source = self.operands.norm.at[pl.ds(first, sizes.step)]
+                plgpu.copy_gmem_to_smem(source, memory.norm.at[stage], ready)
 
     def first(self, step: Array) -> Array:
         """Returns the first contracted channel of a step."""
