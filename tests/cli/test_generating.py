@@ -1,6 +1,9 @@
 """Texts of `zjax generate`: prompts, flags, and files that are gone on with."""
 
 import json
+import os
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -15,6 +18,7 @@ from zjax.data.prompts import as_talk
 from zjax.files import MAX_TEXT_BYTES
 from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
+from zjax.settings.schema import Config
 
 PROMPTS = ["5 6 7", "8", "9 10", "11 12 13 14", "15"]
 DRAWN = ("--temperature=2", "--max_new_tokens=4", "--seed=3")
@@ -93,12 +97,11 @@ def test_the_checkpoint_that_chat_names_ends_texts_too(opened, monkeypatch):
     run = types.SimpleNamespace(config=small_run.make_config("runs/none"))
     trainer = types.SimpleNamespace(run=run, config=run.config, state=None, step=8)
     monkeypatch.setattr(commands, "restored", lambda *_: (trainer, "raw"))
-    monkeypatch.setattr(commands, "settings", lambda _: None)
     monkeypatch.setattr(commands, "with_part", lambda *_: None)
     monkeypatch.setattr(commands, "make_prompts", lambda *given: given)
     monkeypatch.setattr(commands, "Generator", make)
     chat = generating.chat_folder(typed("generate", "--chat=checkpoint"))
-    commands.open_generator(typed("generate"), chat)
+    commands.open_generator(typed("generate"), run.config, chat)
     assert seen[0]["prompts"] == (run.config.data, 61, "checkpoint")
     assert generating.chat_folder(typed("generate", "--chat")) == ""
 
@@ -109,7 +112,8 @@ def opened(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small") / "run"
     small_run.fit(folder, "checkpoint.every_steps=4")
     given = typed("generate", f"--run={folder}", "--max_rows=2")
-    generator, weights = commands.open_generator(given)
+    config = commands.generating_settings(given)
+    generator, weights = commands.open_generator(given, config)
     with generator:
         yield generator, weights
 
@@ -117,6 +121,7 @@ def opened(tmp_path_factory):
 @pytest.fixture
 def write(opened, tmp_path, monkeypatch):
     """Function that runs the command on the prompts, and returns the output file."""
+    monkeypatch.setattr(commands, "generating_settings", lambda _: Config())
     monkeypatch.setattr(commands, "open_generator", lambda *_: opened)
     monkeypatch.setattr(opened[0], "close", lambda: None)
     path = tmp_path / "prompts.txt"
@@ -168,13 +173,13 @@ def test_a_file_that_was_cut_is_gone_on_with(write, opened, monkeypatch, num_lin
     lines = whole.splitlines(keepends=True)
     torn = b"".join(lines[:num_lines]) + b"".join(lines[num_lines:])[:9]
     output.write_bytes(torn)
-    asked, submit = [], opened[0].submit
+    asked, generate_each = [], opened[0].generate_each
 
-    def counted(prompt, *given, **named):
-        asked.append(prompt)
-        return submit(prompt, *given, **named)
+    def counted(prompts, *given, **named):
+        asked.extend(prompts)
+        return generate_each(prompts, *given, **named)
 
-    monkeypatch.setattr(opened[0], "submit", counted)
+    monkeypatch.setattr(opened[0], "generate_each", counted)
     assert write("--num_samples=2").read_bytes() == whole
     assert asked == PROMPTS[num_lines // 2 :]
 
@@ -283,6 +288,27 @@ def test_a_checkpoint_of_hugging_face_answers_without_a_run(tmp_path, monkeypatc
     assert [row["ids"] for row in rows] == [text.ids for text in wanted]
     assert [row["text"] for row in rows] == [text.text for text in wanted]
     assert "logprobs" not in rows[0]
+
+
+def test_processes_that_are_launched_write_one_file(tmp_path, monkeypatch):
+    """Fails if each process writes the file, or prints the texts, for itself."""
+    monkeypatch.chdir(tmp_path)
+    folder = small_llama.write(tmp_path / "llama", max_length=64)
+    (tmp_path / "prompts.txt").write_text("Why?\nSo?\na\n")
+    words = f"--model={folder}", "--file=prompts.txt", "--max_new_tokens=5"
+    generating.generate(typed("generate", *words, "--output=alone.jsonl"))
+    alone = (tmp_path / "alone.jsonl").read_bytes()
+    (tmp_path / "both.jsonl").write_bytes(alone.splitlines(keepends=True)[0])
+    origin = (tmp_path / "alone.jsonl.origin.json").read_bytes()
+    (tmp_path / "both.jsonl.origin.json").write_bytes(origin)
+    launch = sys.executable, "-m", "zjax", "launch", "--num_processes=2", "generate"
+    for more in ("--output=both.jsonl",), ():
+        command = [*launch, *words, *more]
+        environ = os.environ | {"XLA_FLAGS": ""}
+        done = subprocess.run(command, capture_output=True, text=True, env=environ)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "both.jsonl").read_bytes() == alone
+    assert done.stdout.count('{"prompt": "Why?", "text": ') == 1
 
 
 @pytest.mark.parametrize(

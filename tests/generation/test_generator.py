@@ -278,16 +278,6 @@ def test_numbers_out_of_range_are_refused():
     )
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError) as error:
-        make()
-    assert str(error.value) == (
-        "processes=2 would each serve requests of their own with one set of weights; "
-        "start one process, or use zjax.generate"
-    )
-
-
 def test_few_programs_serve_requests_of_any_length(caplog):
     """Fails if a length of a prompt or text, or a setting, compiles a program."""
     config = dataclasses.replace(language.LLAMA, vocab_size=31)
@@ -351,7 +341,7 @@ def test_nothing_stays_on_the_way_when_all_texts_have_ended():
         [ended] = generator.generate([[1, 2]], Sampling(max_new_tokens=1))
         sampling = Sampling(max_new_tokens=12, end_ids=(ended.ids[0],))
         generator.generate([[1, 2]], sampling)
-        engine = generator._worker._engine
+        engine = generator._worker._runner.engine
         for _ in range(100):
             if not engine._in_flight:
                 break
@@ -367,7 +357,7 @@ def test_a_failure_reaches_all_who_wait(monkeypatch):
         def fail(*_):
             raise broken
 
-        monkeypatch.setattr(generator._worker._engine._passes, "read", fail)
+        monkeypatch.setattr(generator._worker._runner.engine._passes, "read", fail)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no memory"):
                 generator.generate([[1], [2]], Sampling(max_new_tokens=2))

@@ -9,7 +9,7 @@ from tests.support.refusals import process_error
 from zjax.processes import agreement
 from zjax.processes.agreement import (
     check_agreement,
-    check_same_data,
+    check_same,
     describe_process,
     disagreements,
     source_digest,
@@ -102,7 +102,7 @@ def test_another_index_on_a_process_is_named(monkeypatch):
         f"{field}='voc 2f' on process 1 is 'voc 1f' on process 0; make all processes "
         "the same"
     ):
-        check_same_data(mine)
+        check_same(mine)
 
 
 def test_one_process_agrees_with_itself():

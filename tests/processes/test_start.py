@@ -121,6 +121,28 @@ def test_two_processes_keep_their_state_elsewhere_as_one_does(tmp_path):
         np.testing.assert_allclose(losses, alone, rtol=1e-6)
 
 
+def test_two_processes_write_the_texts_of_one(tmp_path):
+    """Fails if passes differ by process, or if a process takes requests alone."""
+    launched = launcher("write", tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == 0, errors[-3000:]
+    first, second = (
+        json.loads((tmp_path / f"results{i}.json").read_text()) for i in range(2)
+    )
+    assert first == second
+    for name in ("tensor", "data"):
+        assert first.pop(name) == worker.write_texts({name: 8})
+    remedy = "; make all processes the same"
+    assert first == {
+        "prompts": "ProcessError: prompts='e8346f36068a6c61' on process 1 is "
+        f"'d45e839466e232d0' on process 0{remedy}",
+        "settings": f"ProcessError: seed=1 on process 1 is 0 on process 0{remedy}",
+        "stream": "ConfigError: processes=2 would read requests in orders of their "
+        "own; use generate or generate_each, or start one process",
+        "serve": first["stream"],
+    }
+
+
 def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(tmp_path):
     """Fails if the others wait at a barrier, or end at another step."""
     launched = launcher("fail_to_save", tmp_path)

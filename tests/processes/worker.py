@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+import zjax
 from tests.checkpoint import states
 from tests.support import offload, squares
 from zjax import processes
@@ -22,10 +23,16 @@ from zjax.checkpoint.store import Store
 from zjax.data import buckets, curriculum, metric_index, packing
 from zjax.data.draws import WholeRows
 from zjax.data.loader import load_draws
+from zjax.data.prompts import Prompts
+from zjax.data.tokenizer import make_bytes
 from zjax.errors import DataError, Problem, ZjaxError
+from zjax.models.build import make_model
 from zjax.processes import barrier
 from zjax.run.bench import measure
+from zjax.run.build import start_run
 from zjax.schedule.pacing import grow
+from zjax.serve import Settings
+from zjax.serve.service import Service
 from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.sharding.mesh import make_mesh
@@ -180,6 +187,57 @@ def rest(info, directory):
     losses = [train_offloaded(memory, directory) for memory in memories]
     if info.process_id == 0:
         (directory / "results.json").write_text(json.dumps(losses))
+
+
+WRITTEN = zjax.Sampling(max_new_tokens=6, temperature=1.5, seed=3, num_samples=2)
+PROMPTS = [[5, 6, 7], [8], [*range(9, 80)], "abc", [1, 2]]
+
+
+def start_writing(mesh):
+    """A run whose axis of this name spans all devices, and prompts in bytes."""
+    model = schema.Model(
+        num_layers=2,
+        embed_size=32,
+        mlp_size=64,
+        num_heads=8,
+        num_kv_heads=8,
+        vocab_size=257,
+        max_length=128,
+    )
+    config = schema.Config(
+        global_batch_size=8,
+        mesh=schema.Mesh(**mesh),
+        zero=schema.Zero(stage=3, min_shard_elements=64),
+        precision=schema.Precision(compute_dtype="float32"),
+        model=model,
+        data=schema.Data(length=16),
+    )
+    run = start_run(config, make_model(config), None)
+    return zjax.Generator(run, run.state, prompts=Prompts(make_bytes()), max_rows=4)
+
+
+def write_texts(mesh):
+    """Ids of texts of all offline calls, one of which is left early."""
+    with start_writing(mesh) as generator:
+        texts = generator.generate(PROMPTS, WRITTEN)
+        each = generator.generate_each(PROMPTS * 4, WRITTEN)
+        texts += [text for _ in range(3) for text in next(each)]
+        each.close()
+        texts += generator.generate(PROMPTS[::-1])
+    return [text.ids for text in texts]
+
+
+def write(info, directory):
+    """Writes texts on a mesh that spans both processes, and asks for what cannot be."""
+    found = {name: write_texts({name: 8}) for name in ("tensor", "data")}
+    with start_writing({"tensor": 8}) as generator:
+        number = info.process_id
+        found["prompts"] = told(lambda: generator.generate([[5], [6 + number]]))
+        seeds = zjax.Sampling(temperature=1.0, seed=number)
+        found["settings"] = told(lambda: generator.generate([[5]], seeds))
+        found["stream"] = told(lambda: generator.submit([5]))
+        found["serve"] = told(lambda: Service(generator, Settings()))
+    (directory / f"results{number}.json").write_text(json.dumps(found))
 
 
 def fail_to_save(info, directory):

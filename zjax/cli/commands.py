@@ -157,17 +157,26 @@ def restored(config: Config, given: flags.FlagValues) -> tuple[Trainer, str]:
     return trainer, part
 
 
-def open_generator(given: flags.FlagValues, chat: str = "") -> tuple[Generator, str]:
+def generating_settings(given: flags.FlagValues) -> Config:
+    """Reads the settings of a run that writes text, or of a Hugging Face checkpoint."""
+    if not given.model:
+        return settings(given)
+    named = ["run", "part", "step", *FILE_FLAGS, *settings_given(given)]
+    refuse_flags(given, named, "has no effect with --model")
+    return load_config({}, settings_of_weights(local_path("model", given.model)))
+
+
+def open_generator(
+    given: flags.FlagValues, config: Config, chat: str = ""
+) -> tuple[Generator, str]:
     """Opens a generator of a run, or of a Hugging Face checkpoint; names the weights.
 
     `chat` is a directory with a chat template, in place of the template of a run.
     """
     if given.model:
-        named = ["run", "part", "step", *FILE_FLAGS, *settings_given(given)]
-        refuse_flags(given, named, "has no effect with --model")
         directory = local_path("model", given.model)
         return Generator(directory, max_rows=given.max_rows), directory
-    trainer, part = restored(settings(given), given)
+    trainer, part = restored(config, given)
     config, state = trainer.config, with_part(trainer.state, part)
     prompts = None
     if chat:

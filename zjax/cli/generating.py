@@ -10,12 +10,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from absl import flags
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from zjax.cli import commands
+from zjax.cli.connection import connected
 from zjax.cli.prompt_file import Prompt, chats_given, texts_given
 from zjax.cli.text_file import TextFile
 from zjax.cli.usage import NO_VALUE, Command, flag, integer, number
@@ -25,6 +29,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
 from zjax.generation.generator import Generator, Text
 from zjax.generation.sampling import Sampling
+from zjax.processes.barrier import barrier
 
 _SAMPLING = (
     "max_new_tokens",
@@ -53,23 +58,33 @@ def generate(given: flags.FlagValues) -> None:
     # Whatever is wrong must be told before the weights are read.
     sampling = read_sampling(given)
     prompts = chats_given(given) if given.chat else texts_given(given)
-    generator, weights = commands.open_generator(given, chat_folder(given))
+    chat, config = chat_folder(given), commands.generating_settings(given)
+    with connected(config) as info:
+        generator, weights = commands.open_generator(given, config, chat)
+        write = write_lines if given.output else print_lines
+        with generator:
+            # All prompts are checked before any text is written.
+            with flags_named():
+                special = {"special_tokens": given.special_tokens}
+                generator.check(prompts, sampling, **special)
+            write(generator, prompts, sampling, given, weights, info.process_id)
+
+
+def print_lines(
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    given: flags.FlagValues,
+    weights: str,
+    process_id: int,
+) -> None:
+    """Prints the texts of all prompts, in process 0."""
     special = {"special_tokens": given.special_tokens}
-    with generator:
-        # All prompts are checked before any text is written.
-        with flags_named():
-            generator.check(prompts, sampling, **special)
-        if given.output:
-            path = pathlib.Path(local_path("output", given.output))
-            origin = origin_of(given, sampling, weights)
-            with TextFile(path, origin, sampling.num_samples) as file:
-                write_file(file, generator, prompts, sampling, **special)
-            return
-        found = generator.generate_each(prompts, sampling, **special)
-        for prompt, texts in zip(prompts, found, strict=True):
-            for text in texts:
-                line = describe_text(prompt, text.text, as_json=bool(given.file))
-                print(line, flush=True)
+    found = generator.generate_each(prompts, sampling, **special)
+    for prompt, texts in zip(prompts, found, strict=True):
+        for text in texts if process_id == 0 else ():
+            line = describe_text(prompt, text.text, as_json=bool(given.file))
+            print(line, flush=True)
 
 
 def read_sampling(given: flags.FlagValues) -> Sampling:
@@ -129,22 +144,42 @@ def origin_of(
     }
 
 
-def write_file(
-    file: TextFile,
+def write_lines(
     generator: Generator,
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    *,
-    special_tokens: bool,
+    given: flags.FlagValues,
+    weights: str,
+    process_id: int,
 ) -> None:
-    """Writes the texts of prompts that a file lacks."""
-    left = prompts[file.num_prompts :]
-    found = generator.generate_each(left, sampling, special_tokens=special_tokens)
-    with Progress(len(prompts), file.num_prompts, sampling.num_samples) as progress:
-        for prompt, texts in zip(left, found, strict=True):
-            for text in texts:
-                file.write(record_of(prompt, text))
-            progress.advance(generator.metrics.num_written)
+    """Writes the texts of prompts that `--output` lacks, in process 0."""
+    path = pathlib.Path(local_path("output", given.output))
+    origin = origin_of(given, sampling, weights)
+    special, num_samples = given.special_tokens, sampling.num_samples
+    with opened(path, origin, num_samples) as (file, num_done):
+        left = prompts[num_done:]
+        found = generator.generate_each(left, sampling, special_tokens=special)
+        with Progress(len(prompts), num_done, num_samples) as progress:
+            for prompt, texts in zip(left, found, strict=True):
+                if file is not None:
+                    for text in texts:
+                        file.write(record_of(prompt, text))
+                progress.advance(generator.metrics.num_written)
+
+
+@contextlib.contextmanager
+def opened(
+    path: pathlib.Path, origin: dict[str, Any], num_samples: int
+) -> Iterator[tuple[TextFile | None, int]]:
+    """Opens the file of texts in process 0; tells all how many prompts it has."""
+    with contextlib.ExitStack() as stack:
+        file = None
+        # Raises in all processes if the file is refused.
+        with barrier("zjax-texts"):
+            if jax.process_index() == 0:
+                file = stack.enter_context(TextFile(path, origin, num_samples))
+        num_done = file.num_prompts if file else 0
+        yield file, int(multihost_utils.broadcast_one_to_all(np.int32(num_done)))
 
 
 def record_of(prompt: Prompt, text: Text) -> dict[str, Any]:
@@ -178,7 +213,7 @@ class Progress:
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
             console=console,
-            disable=not console.is_terminal,
+            disable=not console.is_terminal or jax.process_index() != 0,
         )
         self._task = self._bar.add_task("", total=num_prompts, completed=num_done)
 

@@ -1,12 +1,11 @@
 """The `zjax` command."""
 
-import contextlib
 import dataclasses
 import functools
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from absl import app, flags, logging
 
 from zjax import data, processes
 from zjax.cli import commands, data_commands, generating
+from zjax.cli.connection import connected
 from zjax.cli.data_commands import MAX_PROCESSES
 from zjax.cli.serving import SERVE
 from zjax.cli.tune import MAX_TRIALS, tune
@@ -32,7 +32,6 @@ from zjax.cli.usage import (
     texts,
 )
 from zjax.config import flags as config_flags
-from zjax.config.check import check_processes
 from zjax.data.prompts import as_talk, find_question, has_answers
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.estimate.tables import describe_zero_table
@@ -44,31 +43,12 @@ from zjax.run.compiler import simulation, use_program_cache
 from zjax.run.disks import describe_disks, measure_disks
 from zjax.run.ending import exit_on_signals
 from zjax.run.machine import describe_machine
-from zjax.run.pinned_pool import limit_pinned_pool
 from zjax.run.plan_report import PAPER_DEVICES, report_plan
 from zjax.run.trainer import Trainer
 from zjax.settings.describe import describe_settings
-from zjax.settings.schema import Config
 
 SAMPLE_TOKENS = 100
 """Number of tokens of the sample that is shown at the end of training."""
-
-
-@contextlib.contextmanager
-def connected(config: Config) -> Iterator[processes.ProcessInfo]:
-    """Connects the processes of a run, and disconnects the processes afterwards."""
-    check_processes(config)
-    if processes.needs_parent(config.processes):
-        # orig_argv keeps `-m` and options of the interpreter.
-        sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
-    prepare = functools.partial(limit_pinned_pool, config)
-    info = processes.start(config, prepare=prepare)
-    if info.process_id == 0 and info.num_processes > 1:
-        print(processes.describe_processes(info))
-    with processes.explain_timeouts():
-        yield info
-    # Skipped after an error: peers that failed would never come to the barrier.
-    processes.finish(info)
 
 
 def train(given: flags.FlagValues) -> None:

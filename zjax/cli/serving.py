@@ -37,7 +37,7 @@ def serve_texts(given: flags.FlagValues) -> None:
         remedy = "give --run=DIR of a run, or --model=DIR of a Hugging Face checkpoint"
         raise ConfigError(Problem("--run", "", "names nothing to serve", remedy))
     listen(settings).close()
-    generator, _ = commands.open_generator(given)
+    generator, _ = commands.open_generator(given, commands.generating_settings(given))
     with generator:
         # A client would wait for the programs, and find out whether they run.
         generator.generate([[0]], Sampling(max_new_tokens=2))

@@ -18,8 +18,15 @@ from zjax.data.tokenizer_files import TOKENIZER_NAME
 from zjax.errors import ConfigError, Problem
 from zjax.settings import schema
 
-Given = str | Conversation | Sequence[int] | np.ndarray
-"""Text, conversation, or ids, int[n]."""
+Given = (
+    str
+    | Conversation
+    | Mapping[str, Any]
+    | Sequence[Mapping[str, Any]]
+    | Sequence[int]
+    | np.ndarray
+)
+"""Text, conversation, record or list of messages, or ids, int[n]."""
 NUM_SEARCHED = 100
 """Conversations that are searched for a sample."""
 _REMEDY = "name a checkpoint of this tokenizer that has one"
@@ -39,9 +46,10 @@ class Prompts:
         """Encodes a prompt of any kind, int32[L]."""
         if isinstance(given, str):
             return self.encode_text(given, special_tokens=special_tokens)
-        if isinstance(given, Conversation):
-            return self.encode_talk(given)
-        return np.asarray(given)
+        if is_ids(given):
+            return np.asarray(given)
+        talk = given if isinstance(given, Conversation) else as_talk(given)
+        return self.encode_talk(talk)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> np.ndarray:
         """Encodes a text to continue; warns if a conversation may be meant."""
@@ -119,6 +127,19 @@ def _with_ends_of(tokenizer: Tokenizer, chat: str) -> Tokenizer:
 def has_answers(data: schema.Data) -> bool:
     """Whether some data trains on the answers of conversations."""
     return data.source == "tokens" and store.read_meta(data.path).has_answers
+
+
+def is_ids(given: Given) -> bool:
+    """Whether a prompt is token ids.
+
+    Example:
+        >>> is_ids([5, 6]), is_ids([{"role": "user", "content": "Why?"}])
+        (True, False)
+    """
+    if isinstance(given, str | Conversation | Mapping):
+        return False
+    is_array = isinstance(given, np.ndarray)
+    return is_array or all(isinstance(x, int | np.integer) for x in given)
 
 
 def as_talk(messages: Any) -> Conversation:

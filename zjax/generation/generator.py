@@ -2,19 +2,18 @@
 
 import collections
 import dataclasses
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
-from zjax.data.conversations import Conversation
-from zjax.data.prompts import Given, Prompts, as_talk, describe_prompt
+from zjax.data.prompts import Given, Prompts, describe_prompt, is_ids
 from zjax.data.tokenizer import Tokenizer
 from zjax.errors import ConfigError, Problem
 from zjax.generation.engine import Engine, Request
 from zjax.generation.generate import StoredDecoder, make_engine, stored
 from zjax.generation.loading import open_decoder
+from zjax.generation.lockstep import Lockstep, agreed, least, stream_problems
 from zjax.generation.prompts import longest_text, model_problems, salt_of
 from zjax.generation.sampling import GREEDY, Sampling
 from zjax.generation.sequence import Sequence as Sample
@@ -57,6 +56,10 @@ class Generator:
     All methods may be called from any thread. Requests join and leave while others are
     written, and no text depends on the requests beside it.
 
+    In a run of several processes every process makes the generator and calls the same
+    methods with the same prompts, in one thread; each gets all texts. Requests as they
+    come (`submit`, `stream`) are refused.
+
     Args:
         source: Directory of a Hugging Face checkpoint, a `zjax.Run` of the built-in
             decoder, or a `Decoder` with weights in the dtype to compute in.
@@ -96,7 +99,7 @@ class Generator:
         opened = open_decoder(source, state, prompts)
         self.config, self._prompts = opened.decoder.config, opened.prompts
         field, longest = longest_text(self.config)
-        problems = [*model_problems(self.config), *_process_problems()]
+        problems = [*model_problems(self.config)]
         if not 1 <= max_rows <= MAX_ROWS:
             problem = f"is not between 1 and {MAX_ROWS}"
             problems += [Problem("max_rows", max_rows, problem, "use 64")]
@@ -110,7 +113,8 @@ class Generator:
         with opened.context():
             engine = self._make_engine(stored(opened.decoder), max_rows, num_pages)
         self._scheduler = engine.scheduler
-        self._worker = Worker(engine, opened.context)
+        kind = Worker if jax.process_count() == 1 else Lockstep
+        self._worker = kind(engine, opened.context)
 
     def _make_engine(
         self, decoder: StoredDecoder, max_rows: int, num_pages: int
@@ -118,7 +122,7 @@ class Generator:
         """Makes the engine, with as many pages as fit."""
         if not num_pages:
             each = decoder.page_bytes(PAGE_SIZE)
-            num_pages = count_pages(each, max_rows, self.max_length)
+            num_pages = least(count_pages(each, max_rows, self.max_length))
         sizes = sizes_of(max_rows)
         return make_engine(decoder, sizes, self.max_length, num_pages, self._end_ids)
 
@@ -159,7 +163,7 @@ class Generator:
         return [
             text
             for number, ticket in enumerate(tickets)
-            for text in _collect(number, ticket)
+            for text in self._collect(number, ticket)
         ]
 
     def generate_each(
@@ -189,14 +193,16 @@ class Generator:
         """
         most = max(_AHEAD * self.max_rows // max(sampling.num_samples, 1), 1)
         flying = collections.deque[tuple[int, Ticket]]()
-        form = {"special_tokens": special_tokens, "is_streamed": False}
+        given = self._encoded(prompts, sampling, special_tokens=special_tokens)
         try:
-            for number, prompt in enumerate(prompts):
-                flying.append((number, self.submit(prompt, sampling, **form)))
+            for number, (prompt, ids) in enumerate(given):
+                ticket = self._ticket(prompt, ids, sampling, is_streamed=False)
+                self._worker.add(ticket)
+                flying.append((number, ticket))
                 if len(flying) == most:
-                    yield _collect(*flying.popleft())
+                    yield self._collect(*flying.popleft())
             while flying:
-                yield _collect(*flying.popleft())
+                yield self._collect(*flying.popleft())
         finally:
             for _, ticket in flying:
                 ticket.cancel()
@@ -246,6 +252,8 @@ class Generator:
             ConfigError: The request cannot be served.
             DataError: A chat template refuses the conversation.
         """
+        if problems := [*stream_problems()]:
+            raise ConfigError(*problems)
         ids = self._encode(prompt, special_tokens=special_tokens)
         ticket = self._ticket(prompt, ids, sampling, is_streamed=is_streamed)
         self._worker.add(ticket)
@@ -291,8 +299,8 @@ class Generator:
     ) -> Iterator[Ticket]:
         """Yields tickets of prompts; one error at the end names all refused prompts."""
         problems = dict[str, Problem]()
-        for prompt in prompts:
-            ids = self._encode(prompt, special_tokens=special_tokens)
+        given = self._encoded(prompts, sampling, special_tokens=special_tokens)
+        for prompt, ids in given:
             try:
                 yield self._ticket(prompt, ids, sampling, is_streamed=False)
             except ConfigError as error:
@@ -301,23 +309,22 @@ class Generator:
         if problems:
             raise ConfigError(*problems.values())
 
+    def _encoded(
+        self, prompts: Iterable[Given], sampling: Sampling, *, special_tokens: bool
+    ) -> Iterator[tuple[Given, list[int]]]:
+        """Yields prompts with their tokens."""
+        form = {"special_tokens": special_tokens}
+        pairs = ((prompt, self._encode(prompt, **form)) for prompt in prompts)
+        return agreed(pairs, sampling)
+
     def _encode(self, prompt: Given, *, special_tokens: bool = False) -> list[int]:
         """Returns the tokens of a prompt."""
-        is_ids = isinstance(prompt, np.ndarray) or (
-            isinstance(prompt, Sequence)
-            and not isinstance(prompt, str)
-            and all(isinstance(x, int | np.integer) for x in prompt)
-        )
-        if is_ids:
-            return [int(token) for token in prompt]  # type: ignore[union-attr]
-        if self._prompts is None:
-            problem, remedy = "is text, and the model has no tokenizer", "give ids"
-            raise ConfigError(
-                Problem("prompt", describe_prompt(prompt), problem, remedy)
-            )
-        if not isinstance(prompt, str | Conversation):
-            prompt = as_talk(prompt)
-        return self._prompts.encode(prompt, special_tokens=special_tokens).tolist()
+        if self._prompts is not None:
+            return self._prompts.encode(prompt, special_tokens=special_tokens).tolist()
+        if is_ids(prompt):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        problem, remedy = "is text, and the model has no tokenizer", "give ids"
+        raise ConfigError(Problem("prompt", describe_prompt(prompt), problem, remedy))
 
     def _ticket(
         self, prompt: Given, ids: list[int], sampling: Sampling, *, is_streamed: bool
@@ -358,16 +365,16 @@ class Generator:
             streams = [TextStream(*form) for _ in samples]
         return Ticket(sampling, ids, samples, streams, self._cancel)
 
+    def _collect(self, number: int, ticket: Ticket) -> list[Text]:
+        """Waits for the texts of a ticket."""
+        self._worker.wait(ticket)
+        news: list[list[Delta]] = [[] for _ in ticket.sequences]
+        for delta in ticket:
+            news[delta.sample].append(delta)
+        return [_join(number, ticket.sampling, deltas) for deltas in news]
+
     def _cancel(self, ticket: Ticket) -> None:
         self._worker.cancel(ticket)
-
-
-def _process_problems() -> Iterator[Problem]:
-    """Yields the problem of several processes, whose requests differ."""
-    if jax.process_count() > 1:
-        problem = "would each serve requests of their own with one set of weights"
-        remedy = "start one process, or use zjax.generate"
-        yield Problem("processes", jax.process_count(), problem, remedy)
 
 
 def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
@@ -384,14 +391,6 @@ def _length_problems(prompt: Given, ids: list[int], longest: int) -> Iterator[Pr
         problem = f"has {len(ids)} tokens, and prompt and text together have at "
         problem += f"most {longest}"
         yield Problem("prompt", describe_prompt(prompt), problem, "shorten it")
-
-
-def _collect(number: int, ticket: Ticket) -> list[Text]:
-    """Waits for the texts of a ticket."""
-    news: list[list[Delta]] = [[] for _ in ticket.sequences]
-    for delta in ticket:
-        news[delta.sample].append(delta)
-    return [_join(number, ticket.sampling, deltas) for deltas in news]
 
 
 def _join(number: int, sampling: Sampling, deltas: list[Delta]) -> Text:

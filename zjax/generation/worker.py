@@ -1,4 +1,4 @@
-"""Worker: the thread that owns an engine, and serves tickets of any thread."""
+"""Worker: the thread that runs an engine, and serves tickets of any thread."""
 
 import contextlib
 import queue
@@ -11,6 +11,9 @@ from zjax.generation.scheduler import Metrics
 from zjax.generation.sequence import Sequence
 from zjax.generation.tickets import Ticket, aborted
 
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes the context in which passes run, such as the mesh in use."""
+
 
 class Served(NamedTuple):
     """State of a worker."""
@@ -22,23 +25,84 @@ class Served(NamedTuple):
     """Tokens of prompts of all requests so far."""
 
 
+class Runner:
+    """Runs the passes of an engine, and hands the news to tickets.
+
+    Args:
+        engine: Engine that nothing else uses from here on.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._tickets: dict[Sequence, Ticket] = {}
+        self._num_written = self._num_read = 0
+
+    @property
+    def served(self) -> Served:
+        """State and totals, as of some moment of the last pass."""
+        metrics = self.engine.scheduler.metrics
+        return Served(metrics, self._num_written, self._num_read)
+
+    @property
+    def tickets(self) -> set[Ticket]:
+        """Tickets with a text that has not ended."""
+        return {*self._tickets.values()}
+
+    def is_open(self, ticket: Ticket) -> bool:
+        """Whether a text of a ticket has not ended."""
+        return any(sequence in self._tickets for sequence in ticket.sequences)
+
+    def admit(self, ticket: Ticket) -> None:
+        """Serves a ticket whose sequences the scheduler has found possible."""
+        for sequence in ticket.sequences:
+            self.engine.scheduler.add(sequence)
+            self._tickets[sequence] = ticket
+            self._num_read += len(sequence.prompt)
+
+    def abort(self, ticket: Ticket) -> None:
+        """Ends the texts of a ticket that have not ended."""
+        for sequence in ticket.sequences:
+            if self._tickets.pop(sequence, None) is not None:
+                self.engine.scheduler.abort(sequence)
+                ticket.tell(aborted(sequence))
+
+    def step(self) -> bool:
+        """Waits for the oldest pass, and hands out the news; False without a pass."""
+        news = self.engine.step()
+        for each in news or ():
+            self._tell(each)
+        return news is not None
+
+    def close(self) -> None:
+        """Ends all texts."""
+        self.engine.close()
+        for ticket in self.tickets:
+            self.abort(ticket)
+
+    def _tell(self, news: News) -> None:
+        """Hands news to the ticket of the sequence, and ends it at a stop string."""
+        ticket = self._tickets.get(news.sequence)
+        if ticket is None:
+            return
+        delta = ticket.read(news)
+        self._num_written += len(delta.ids)
+        if delta.finish_reason is not None:
+            self.engine.scheduler.finish(news.sequence, delta.finish_reason)
+            del self._tickets[news.sequence]
+        ticket.tell(delta)
+
+
 class Worker:
-    """Runs an engine in a thread while there are tickets.
+    """Runs an engine in a thread while there are tickets, which come from any thread.
 
     Args:
         engine: Engine that no other thread uses from here on.
-        context: Context in which the passes run, such as the mesh in use.
+        context: Context in which the passes run.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        context: Callable[[], contextlib.AbstractContextManager[Any]],
-    ):
-        self._engine, self._context = engine, context
+    def __init__(self, engine: Engine, context: Context):
+        self._runner, self._context = Runner(engine), context
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[Sequence, Ticket] = {}
-        self._num_written = self._num_read = 0
         self._failure: BaseException | None = None
         # A daemon, so that a forgotten worker does not keep the process.
         self._thread = threading.Thread(target=self._serve, name="zjax-generation")
@@ -48,19 +112,21 @@ class Worker:
     @property
     def served(self) -> Served:
         """State and totals, as of some moment of the last pass."""
-        metrics = self._engine.scheduler.metrics
-        return Served(metrics, self._num_written, self._num_read)
+        return self._runner.served
 
     def add(self, ticket: Ticket) -> None:
         """Serves a ticket whose sequences the scheduler has found possible."""
-        self._orders.put(lambda: self._admit(ticket))
+        self._orders.put(lambda: self._runner.admit(ticket))
         # The thread may have ended before it saw the order.
         if self._failure is not None:
             ticket.tell(self._failure)
 
+    def wait(self, ticket: Ticket) -> None:
+        """Does nothing: the thread runs the passes."""
+
     def cancel(self, ticket: Ticket) -> None:
         """Ends the texts of a ticket that have not ended."""
-        self._orders.put(lambda: self._abort(ticket))
+        self._orders.put(lambda: self._runner.abort(ticket))
 
     def close(self) -> None:
         """Ends all texts and the thread."""
@@ -71,18 +137,14 @@ class Worker:
         """Takes orders and runs passes until it is told to end, or fails."""
         try:
             with self._context():
-                self._engine.compile()
-                news = None
-                while self._take_orders(waits=news is None):
-                    news = self._engine.step()
-                    for each in news or ():
-                        self._tell(each)
-            self._engine.close()
-            for ticket in {*self._tickets.values()}:
-                self._abort(ticket)
+                self._runner.engine.compile()
+                runs = False
+                while self._take_orders(waits=not runs):
+                    runs = self._runner.step()
+            self._runner.close()
         except BaseException as error:  # whatever ends the thread ends all tickets
             self._failure = error
-            for ticket in {*self._tickets.values()}:
+            for ticket in self._runner.tickets:
                 ticket.tell(error)
             while not self._orders.empty():
                 self._refuse(self._orders.get(), error)
@@ -98,32 +160,8 @@ class Worker:
 
     def _refuse(self, order: Callable[[], None] | None, error: BaseException) -> None:
         """Carries out an order that comes too late, and tells a new ticket so."""
-        known = {*self._tickets.values()}
+        known = self._runner.tickets
         if order is not None:
             order()
-        for ticket in {*self._tickets.values()} - known:
+        for ticket in self._runner.tickets - known:
             ticket.tell(error)
-
-    def _admit(self, ticket: Ticket) -> None:
-        for sequence in ticket.sequences:
-            self._engine.scheduler.add(sequence)
-            self._tickets[sequence] = ticket
-            self._num_read += len(sequence.prompt)
-
-    def _abort(self, ticket: Ticket) -> None:
-        for sequence in ticket.sequences:
-            if self._tickets.pop(sequence, None) is not None:
-                self._engine.scheduler.abort(sequence)
-                ticket.tell(aborted(sequence))
-
-    def _tell(self, news: News) -> None:
-        """Hands news to the ticket of the sequence, and ends it at a stop string."""
-        ticket = self._tickets.get(news.sequence)
-        if ticket is None:
-            return
-        delta = ticket.read(news)
-        self._num_written += len(delta.ids)
-        if delta.finish_reason is not None:
-            self._engine.scheduler.finish(news.sequence, delta.finish_reason)
-            del self._tickets[news.sequence]
-        ticket.tell(delta)

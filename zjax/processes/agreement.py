@@ -86,14 +86,14 @@ def check_agreement(config: Config) -> None:
         _compare(describe_process(config))
 
 
-def check_same_data(position: Mapping[str, Any]) -> None:
-    """Refuses to train with processes that read other data, or in another order.
+def check_same(described: Mapping[str, Any]) -> None:
+    """Refuses processes that read other data or prompts, or in another order.
 
-    `position` is the state of a loader. A collective call; all processes raise equal
-    errors.
+    `described` holds values of JSON, such as the state of a loader. A collective call;
+    all processes raise equal errors.
     """
     if jax.process_count() > 1:
-        _compare(position)
+        _compare(described)
 
 
 def _compare(described: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ def describe_process(config: Config) -> dict[str, Any]:
         for inner in sections:
             section = section[inner] or {}  # None lacks the setting
         section.pop(name, None)
-    # Paths of indexes are local, too; `check_same_data` compares the checksums.
+    # Paths of indexes are local, too; `check_same` compares the checksums.
     for metric in settings["curriculum"]["metrics"]:
         del metric["index"]
     options = {name: getattr(jax.config, name) for name in _JAX_OPTIONS}

@@ -19,7 +19,7 @@ from zjax.errors import ConfigError, DataError, Problem
 from zjax.models.build import make_model
 from zjax.observe.history import check_directory
 from zjax.observe.progress import RESUME
-from zjax.processes.agreement import check_same_data
+from zjax.processes.agreement import check_same
 from zjax.processes.member_files import hold
 from zjax.replicas.state import saved_rows, saved_state
 from zjax.run import ending
@@ -493,7 +493,7 @@ class Trainer:
         if self._batches is not None:
             return data.wrap_batches(self._batches, self.config, shardings)
         loader = data.make_loader(self.config, shardings)
-        check_same_data(loader.state())
+        check_same(loader.state())
         return loader
 
 

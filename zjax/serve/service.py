@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from zjax.data.tokenizer import Tokenizer
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.generation.generator import Generator
+from zjax.generation.lockstep import stream_problems
 from zjax.generation.tickets import Delta, Ticket
 from zjax.serve.fields import read_object
 from zjax.serve.metrics import ServerMetrics
@@ -79,10 +80,12 @@ class Service:
         settings: Limits, and the name of the model.
 
     Raises:
-        ConfigError: The generator has no tokenizer.
+        ConfigError: The generator has no tokenizer, or runs in several processes.
     """
 
     def __init__(self, generator: Generator, settings: Settings):
+        if problems := [*stream_problems()]:
+            raise ConfigError(*problems)
         if generator.tokenizer is None:
             problem, remedy = "is missing", "put a tokenizer.json beside the weights"
             raise ConfigError(Problem("tokenizer", None, problem, remedy))
