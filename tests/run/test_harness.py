@@ -2,6 +2,8 @@
 
 import copy
 import json
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ from tests.support.refusals import config_error, package_error
 from zjax.config import load_config
 from zjax.data.prompts import Prompts
 from zjax.data.tokenizer import load_tokenizer, train_bpe
-from zjax.run.harness import Scorer, evaluate_with_harness
+from zjax.generation import programs
+from zjax.run import harness
+from zjax.run.harness import Continued, Scorer, evaluate_with_harness
 
 ROWS = [
     ([5, 6, 7], [8, 9]),
@@ -41,6 +45,11 @@ def expected(trainer, context, wanted):
     return total, all(logits[place].argmax() == tokens[place + 1] for place in last)
 
 
+def continued(scorer, context, *until):
+    [text] = scorer.continue_texts([Continued(context, until, 4)])
+    return text
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_scores_are_those_of_the_module(trainer, num_rows):
     found = Scorer(trainer, num_rows=num_rows).score(ROWS)
@@ -52,7 +61,7 @@ def test_scores_are_those_of_the_module(trainer, num_rows):
 
 def test_what_the_model_writes_is_what_it_finds_most_likely(trainer):
     scorer = Scorer(trainer)
-    text = scorer.continue_text("5 6", max_new_tokens=4)
+    text = continued(scorer, "5 6")
     assert f"5 6{text}" == trainer.generate("5 6", temperature=0.0, max_new_tokens=4)
     tokens = scorer.tokenizer.encode(text).tolist()
     (score, is_best), (other, is_other) = scorer.score(
@@ -62,9 +71,51 @@ def test_what_the_model_writes_is_what_it_finds_most_likely(trainer):
     assert not is_other
     assert score > other
     first = text.split()[0]
-    assert scorer.continue_text("5 6", until=[text.split()[1]], max_new_tokens=4) == (
-        f" {first} "
-    )
+    assert continued(scorer, "5 6", text.split()[1]) == f" {first} "
+
+
+def test_all_texts_of_a_call_share_weights_and_passes(trainer, monkeypatch):
+    """Fails if each text cuts the weights again, or has the passes for itself."""
+    cuts, reads = [], []
+    cut, read = programs.CutDecoder.__init__, programs.Programs.read
+
+    def count_cut(*given):
+        cuts.append(given)
+        cut(*given)
+
+    def count_read(*given):
+        reads.append(given)
+        return read(*given)
+
+    monkeypatch.setattr(programs.CutDecoder, "__init__", count_cut)
+    monkeypatch.setattr(programs.Programs, "read", count_read)
+    scorer = Scorer(trainer)
+    stops = ("9",), ("9", "3"), (), ("9",)
+    asked = [Continued(f"{i} 6", until, 5) for i, until in enumerate(stops * 2)]
+    texts = scorer.continue_texts(asked)
+    # Three settings: a pass for all prompts of each, and passes of several tokens.
+    assert (len(cuts), len(reads)) == (1, 6)
+    assert texts == [text for each in asked for text in scorer.continue_texts([each])]
+    assert len(cuts) == 1 + len(asked)
+    assert scorer.continue_texts([]) == []
+
+
+def test_requests_of_the_harness_are_read_or_refused(trainer, monkeypatch):
+    """Fails if the harness asks text by text, or a drawn text is greedy in silence."""
+    model = types.SimpleNamespace(LM=object)
+    package = types.SimpleNamespace(utils=None, api=types.SimpleNamespace(model=model))
+    names = {"lm_eval": package, "lm_eval.api": package.api, "lm_eval.api.model": model}
+    for name, module in names.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    scorer, asked = Scorer(trainer), []
+    monkeypatch.setattr(scorer, "continue_texts", lambda given: asked.append(given))
+    made = harness._make_model(scorer)
+    settings = {"until": "9", "max_gen_toks": 3}, {"until": ["9", "8"]}, {}
+    made.generate_until([types.SimpleNamespace(args=("5", x)) for x in settings])
+    wanted = Continued("5", ("9",), 3), Continued("5", ("9", "8")), Continued("5")
+    assert asked == [[*wanted]]
+    with config_error("do_sample=True is not supported; use a greedy task"):
+        made.generate_until([types.SimpleNamespace(args=("5", {"do_sample": True}))])
 
 
 def test_a_continuation_longer_than_the_model_is_refused(trainer):
@@ -121,8 +172,7 @@ def test_texts_begin_with_bos_once_and_follow_it_where_there_is_no_context(
 def test_a_text_without_context_follows_the_prefix(trainer):
     """Fails if an empty context is refused, or ends with another token."""
     scorer = Scorer(trainer)
-    text = scorer.continue_text("", max_new_tokens=4)
-    assert text == scorer.continue_text(str(scorer.prefix_id), max_new_tokens=4)
+    assert continued(scorer, "") == continued(scorer, str(scorer.prefix_id))
 
 
 def test_an_encoder_is_refused(trainer):

@@ -265,21 +265,30 @@ def test_validation_data_is_looked_at_before_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "positions", "most"),
+    ("prompt", "positions", "most", "problem"),
     [
-        ("", (), 15),
-        ("x" * 16, (), 15),
-        ("x" * 32, ("model.positions=rotary", "model.positions.max_positions=32"), 31),
+        ("", (), 15, "has no token; give one token or more"),
+        (
+            "x" * 16,
+            (),
+            15,
+            "has 16 tokens, and prompt and text together have at most 16; shorten it",
+        ),
+        (
+            "x" * 32,
+            ("model.positions=rotary", "model.positions.max_positions=32"),
+            31,
+            "has 32 tokens, and prompt and text together have at most 32; shorten it",
+        ),
     ],
     ids=["empty", "row", "positions"],
 )
-def test_prompt_that_leaves_nothing_to_do_is_refused(tmp_path, prompt, positions, most):
+def test_prompt_that_leaves_nothing_to_do_is_refused(
+    tmp_path, prompt, positions, most, problem
+):
     settings = ("num_steps=2", "data.source=standard_library", "model.vocab_size=257")
     trainer = small_run.make_trainer(tmp_path, *settings, *positions)
-    with config_error(
-        f"prompt={prompt[:20]!r} is {len(prompt)} tokens; use 1 to {most}, with the "
-        "built-in decoder"
-    ):
+    with config_error(f"prompt={prompt[:20]!r} {problem}"):
         trainer.generate(prompt)
     assert [len(ids) for ids in trainer.encode_prompts([most * "x"])] == [most]
 

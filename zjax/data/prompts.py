@@ -33,7 +33,7 @@ _REMEDY = "name a checkpoint of this tokenizer that has one"
 
 
 class Prompts:
-    """Encodes prompts with one tokenizer, and decodes continuations."""
+    """Encodes prompts with one tokenizer."""
 
     def __init__(
         self, tokenizer: Tokenizer, folder: str = "", *, has_answers: bool = False
@@ -73,17 +73,6 @@ class Prompts:
             problem = "ends with an answer"
             talk.refuse(problem, "end with the message that is to be answered")
         return self.chat.prompt_of(talk)
-
-    def decode(self, prompt: Any, new: Any) -> str:
-        """Decodes the ids behind a prompt, up to the first token that ends a text."""
-        ends = self.tokenizer.end_ids
-        size = next((n for n, id_ in enumerate(new) if id_ in ends), len(new))
-        before = self.tokenizer.decode([*prompt])
-        # Many decoders drop a space before the first token: decode with the prompt.
-        whole = self.tokenizer.decode([*prompt, *new[:size]])
-        if whole.startswith(before):
-            return whole[len(before) :]
-        return self.tokenizer.decode([*new[:size]])
 
     @functools.cached_property
     def chat(self) -> Chat:

@@ -19,7 +19,7 @@ from zjax.generation.prompts import longest_text, read_prompts, salt_of
 from zjax.generation.sampling import Sampling
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence as Sample
-from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE
+from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE, pages_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.stack import Decoder
 from zjax.settings import schema
@@ -113,8 +113,7 @@ def _write(
     longest = longest_text(model.config)[1]
     num_slots = min(_power(len(prompts)), MAX_ROWS)
     num_tokens = max(map(len, prompts)) + sampling.max_new_tokens
-    # Powers of two, so that calls share programs.
-    num_pages = _power(1 + num_slots * -(-num_tokens // PAGE_SIZE))
+    num_pages = pages_of(num_slots, num_tokens)
     sizes = Size(num_slots), Size(num_slots, NUM_CHUNKS)
     engine = make_engine(stored(model), sizes, longest, num_pages)
     sequences = []

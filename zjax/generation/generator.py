@@ -14,7 +14,12 @@ from zjax.generation.engine import Engine, Request
 from zjax.generation.generate import StoredDecoder, make_engine, stored
 from zjax.generation.loading import open_decoder
 from zjax.generation.lockstep import Lockstep, agreed, least, stream_problems
-from zjax.generation.prompts import longest_text, model_problems, salt_of
+from zjax.generation.prompts import (
+    longest_text,
+    model_problems,
+    prompt_problems,
+    salt_of,
+)
 from zjax.generation.sampling import GREEDY, Sampling
 from zjax.generation.sequence import Sequence as Sample
 from zjax.generation.sizes import MAX_ROWS, PAGE_SIZE, count_pages, sizes_of
@@ -347,7 +352,7 @@ class Generator:
             )
             for number in range(max(sampling.num_samples, 1))
         ]
-        size_problems = [*_length_problems(prompt, ids, self.max_length)]
+        size_problems = [*prompt_problems(prompt, ids, self.max_length)]
         problems = [
             *_id_problems(prompt, ids, self.config.vocab_size),
             *sampling.problems(self.config.vocab_size),
@@ -383,14 +388,6 @@ def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
     if wrong:
         problem, remedy = f"has {wrong[0]}, which is no id of {size}", "check the ids"
         yield Problem("prompt", describe_prompt(prompt), problem, remedy)
-
-
-def _length_problems(prompt: Given, ids: list[int], longest: int) -> Iterator[Problem]:
-    """Yields the problem of a prompt that leaves no room for a token."""
-    if len(ids) >= longest:
-        problem = f"has {len(ids)} tokens, and prompt and text together have at "
-        problem += f"most {longest}"
-        yield Problem("prompt", describe_prompt(prompt), problem, "shorten it")
 
 
 def _join(number: int, sampling: Sampling, deltas: list[Delta]) -> Text:

@@ -1,6 +1,6 @@
 """Prompts in arrays: checks before anything is compiled, and rows without padding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zjax.data.entries import check_batch
+from zjax.data.prompts import Given, describe_prompt
 from zjax.errors import ConfigError, Problem
 from zjax.generation.sampling import Sampling
 from zjax.settings import schema
@@ -127,6 +128,17 @@ def longest_text(config: schema.Model) -> tuple[str, int]:
         name += " * model.positions.scaling.factor"
         longest = int(longest * scaling.factor)
     return (name, longest) if longest > config.max_length else row
+
+
+def prompt_problems(prompt: Given, ids: Sized, longest: int) -> Iterator[Problem]:
+    """Yields the problem of a prompt that is empty, or leaves no room for a token."""
+    if not len(ids):
+        problem, remedy = "has no token", "give one token or more"
+        yield Problem("prompt", describe_prompt(prompt), problem, remedy)
+    elif len(ids) >= longest:
+        problem = f"has {len(ids)} tokens, and prompt and text together have at "
+        problem += f"most {longest}"
+        yield Problem("prompt", describe_prompt(prompt), problem, "shorten it")
 
 
 def salt_of(config: schema.Model, num_given: int, num_new: int) -> bytes:

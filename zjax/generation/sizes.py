@@ -63,6 +63,18 @@ def has_room(num_bytes: int) -> bool:
     return all(number is None or 2 * num_bytes <= _SHARE * number for number in free)
 
 
+def pages_of(num_rows: int, num_tokens: int) -> int:
+    """Counts the pages that rows of a number of tokens fill, with the sink.
+
+    A power of two, so that calls of other lengths share programs.
+
+    Example:
+        >>> pages_of(1, 65), pages_of(8, 100)
+        (4, 32)
+    """
+    return 1 << (num_rows * -(-num_tokens // PAGE_SIZE)).bit_length()
+
+
 def _free_bytes(device: Any) -> int | None:
     """Returns the bytes that a device has left; None if it does not tell."""
     stats = device.memory_stats() or {}

@@ -3,8 +3,8 @@
 Reference: Gao et al., A framework for few-shot language model evaluation, 2021.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,30 @@ import numpy as np
 
 from zjax.data.prompts import as_talk, make_prompts
 from zjax.errors import ConfigError, Problem, check_installed
+from zjax.generation.generator import Generator
 from zjax.generation.prompts import longest_text
+from zjax.generation.sampling import Sampling
 from zjax.models.inspect import log_likelihood
 from zjax.run.trainer import Trainer
 from zjax.train.average import with_part
 
 Row = tuple[Sequence[int], Sequence[int]]
 """Token ids of a context, and token ids of the continuation."""
+_MAX_ROWS = 64
+"""Most texts that are written at once."""
 _SHORTEST = 16
 """Least padded length of a row; longer rows are padded to a power of two."""
 _MAX_NEW_TOKENS = 256
 """Number of new tokens if a task sets no limit."""
+
+
+class Continued(NamedTuple):
+    """A text to continue greedily."""
+
+    context: str
+    until: Sequence[str] = ()
+    """Strings, of which the first that comes ends the text."""
+    max_new_tokens: int = _MAX_NEW_TOKENS
 
 
 def evaluate_with_harness(
@@ -136,32 +149,31 @@ class Scorer:
         special_tokens = self._has_template
         return self.tokenizer.encode(text, special_tokens=special_tokens).tolist()
 
-    def continue_text(
-        self, context: str, *, until: Sequence[str] = (), max_new_tokens: int
-    ) -> str:
-        """Greedy continuation of a text, up to the first of the strings `until`.
+    def continue_texts(self, requests: Sequence[Continued]) -> list[str]:
+        """Continues texts greedily, all with one cut of the weights.
 
         Contexts that are too long lose first tokens; `prefix_id` replaces an empty
         context.
         """
-        number = min(max_new_tokens, self.max_length - 1)
-        ids = self._encode(context) or [self.prefix_id]
-        ids = ids[-(self.max_length - number) :]
-        length = min(_padded(len(ids)), self.max_length - number)
-        tokens = np.zeros((1, length), np.int32)
-        # Prompts are padded on the left, because continuations follow the last column.
-        tokens[0, length - len(ids) :] = ids
-        out = self._run.generate(
-            self._state,
-            tokens,
-            lengths=jnp.array([len(ids)], jnp.int32),
-            max_new_tokens=number,
-            temperature=0.0,
-            end_ids=self.tokenizer.end_ids,
-        )
-        text = self.prompts.decode(ids, jax.device_get(out)[0, length:].tolist())
-        cuts = [text.find(mark) for mark in until if mark and mark in text]
-        return text[: min(cuts)] if cuts else text
+        by_sampling = dict[Sampling, list[int]]()
+        for index, request in enumerate(requests):
+            number = min(request.max_new_tokens, self.max_length - 1)
+            stop = tuple(mark for mark in request.until if mark)
+            sampling = Sampling(max_new_tokens=number, stop=stop)
+            by_sampling.setdefault(sampling, []).append(index)
+        found = [""] * len(requests)
+        if not requests:
+            return found
+        form = {"prompts": self.prompts, "max_rows": min(len(requests), _MAX_ROWS)}
+        with Generator(self._run, self._state, **form) as generator:
+            for sampling, numbers in by_sampling.items():
+                size = self.max_length - sampling.max_new_tokens
+                contexts = [self._encode(requests[x].context) for x in numbers]
+                prompts = [(ids or [self.prefix_id])[-size:] for ids in contexts]
+                texts = generator.generate(prompts, sampling)
+                for index, text in zip(numbers, texts, strict=True):
+                    found[index] = text.text
+        return found
 
     def _score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
         """Scores one batch of at most `num_rows` rows, padded on the right."""
@@ -221,17 +233,20 @@ def _make_model(scorer: Scorer) -> Any:
             return sum(found for found, _ in scorer.score(rows))
 
         def generate_until(self, requests, disable_tqdm=False):
-            return [self._continue(*request.args) for request in requests]
-
-        def _continue(self, context, settings):
-            if settings.get("do_sample") and settings.get("temperature", 1.0):
-                problem, remedy = "is not supported", "use a greedy task"
-                raise ConfigError(Problem("do_sample", True, problem, remedy))
-            until = settings.get("until") or []
-            return scorer.continue_text(
-                context,
-                until=[until] if isinstance(until, str) else until,
-                max_new_tokens=settings.get("max_gen_toks", _MAX_NEW_TOKENS),
-            )
+            wanted = [_read_request(*request.args) for request in requests]
+            return scorer.continue_texts(wanted)
 
     return Model()
+
+
+def _read_request(context: str, settings: Mapping[str, Any]) -> Continued:
+    """Reads a text to continue, or refuses settings that are not greedy."""
+    if settings.get("do_sample") and settings.get("temperature", 1.0):
+        problem, remedy = "is not supported", "use a greedy task"
+        raise ConfigError(Problem("do_sample", True, problem, remedy))
+    until = settings.get("until") or []
+    return Continued(
+        context,
+        (until,) if isinstance(until, str) else tuple(until),
+        settings.get("max_gen_toks", _MAX_NEW_TOKENS),
+    )

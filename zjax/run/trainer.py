@@ -14,6 +14,7 @@ from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import check_start, keep_tokenizer
 from zjax.config.load import load_beside
 from zjax.data.loader import Loader
+from zjax.data.prompts import Given
 from zjax.data.tokenizer_files import KEY as TOKENIZER
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.models.build import make_model
@@ -39,7 +40,7 @@ from zjax.run.trainer_settings import (
     is_of_settings,
     unread_loss,
 )
-from zjax.run.writer import Given, Writer
+from zjax.run.writer import Writer
 from zjax.schedule.training import TrainingSchedule
 from zjax.train.average import check_average, with_part
 from zjax.train.state import TrainState
@@ -161,7 +162,7 @@ class Trainer:
         if self._evaluation:
             check_average(self.state, self.run.plan)
         self._writer = Writer(
-            self.config, self.run.generate, writes_text=self._is_language_model
+            self.config, self.run, writes_text=self._is_language_model
         )
         self.exit_status = 0
         self._last_evaluation = -1, 0.0

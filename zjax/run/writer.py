@@ -1,26 +1,32 @@
 """Texts and answers of a run: prompts in, tokens through the decoder, text out."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from zjax.data.prompts import Given, as_talk, describe_prompt, make_prompts
+from zjax.data.prompts import Given, as_talk, make_prompts
 from zjax.errors import ConfigError, Problem
-from zjax.generation.prompts import longest_text
+from zjax.generation.generator import Generator
+from zjax.generation.prompts import longest_text, prompt_problems
+from zjax.generation.sampling import Sampling
+from zjax.generation.sizes import pages_of
 from zjax.settings.schema import Config
 from zjax.train.state import TrainState
 
 
 class Writer:
-    """Continues texts and answers messages with the decoder of a run."""
+    """Continues texts and answers messages with the decoder of a run.
 
-    def __init__(
-        self, config: Config, generate: Callable[..., jax.Array], *, writes_text: bool
-    ):
-        self._shape, self._generate = config.model, generate
+    Args:
+        config: Settings of the run.
+        run: `zjax.Run`.
+        writes_text: Whether the model is the decoder of the settings.
+    """
+
+    def __init__(self, config: Config, run: Any, *, writes_text: bool):
+        self._shape, self._run = config.model, run
         self._writes_text = writes_text
         text = config.data, config.model.vocab_size
         self._prompts = functools.cache(functools.partial(make_prompts, *text))
@@ -34,7 +40,6 @@ class Writer:
         chat: str,
         special_tokens: bool,
         max_new_tokens: int,
-        seed: int,
         **sampling: Any,
     ) -> str:
         """Continues a prompt, or answers messages; see `Trainer.generate`."""
@@ -43,31 +48,28 @@ class Writer:
             raise ConfigError(Problem("messages", "...", problem, remedy))
         given = prompt if messages is None else as_talk(messages)
         [ids] = self.encode([given], chat=chat, special_tokens=special_tokens)
-        prompts, row = self._prompts(chat), self._shape.max_length
-        end = row if len(ids) < row else longest_text(self._shape)[1]
-        out = self._generate(
-            state,
-            ids[None],
-            max_new_tokens=max_new_tokens or end - len(ids),
-            key=jax.random.key(seed),
-            end_ids=prompts.tokenizer.end_ids,
-            **sampling,
-        )
-        text = prompts.decode(ids, jax.device_get(out)[0, len(ids) :])
-        return given + text if isinstance(given, str) else text
+        longest, row = longest_text(self._shape)[1], self._shape.max_length
+        room = (row if len(ids) < row else longest) - len(ids)
+        chosen = Sampling(max_new_tokens=max_new_tokens or room, **sampling)
+        num_pages = pages_of(1, min(len(ids) + chosen.max_new_tokens, longest))
+        form = {"prompts": self._prompts(chat), "max_rows": 1, "num_pages": num_pages}
+        with Generator(self._run, state, **form) as generator:
+            [text] = generator.generate([ids], chosen)
+        return given + text.text if isinstance(given, str) else text.text
 
     def encode(
         self, given: Sequence[Given], *, chat: str, special_tokens: bool
     ) -> list[np.ndarray]:
         """Encodes prompts; one error names all unusable prompts."""
-        most = longest_text(self._shape)[1] - 1
-        remedy = f"use 1 to {most}, with the built-in decoder"
-        prompts = self._prompts(chat)
+        if not self._writes_text:
+            problem, remedy = "writes no text", "use the built-in decoder"
+            raise ConfigError(Problem("model", "given", problem, remedy))
+        longest, prompts = longest_text(self._shape)[1], self._prompts(chat)
         encoded = [prompts.encode(x, special_tokens=special_tokens) for x in given]
         problems = [
-            Problem("prompt", describe_prompt(prompt), f"is {len(ids)} tokens", remedy)
-            for prompt, ids in zip(given, encoded, strict=True)
-            if not self._writes_text or not 0 < len(ids) <= most
+            problem
+            for pair in zip(given, encoded, strict=True)
+            for problem in prompt_problems(*pair, longest)
         ]
         if problems:
             raise ConfigError(*problems)
