@@ -305,14 +305,14 @@ def test_few_programs_serve_requests_of_any_length(caplog):
         jax.config.update("jax_log_compiles", False)
     assert set(ends) == {"length"}
     texts = [record.getMessage() for record in caplog.records]
-    kinds = ("Compiling jit(run_steps)", "Compiling jit(_one_step)")
+    kinds = ("Compiling jit(run_steps)", "Compiling jit(run_pass)")
     assert len([text for text in texts if text.startswith(kinds)]) <= 3
 
 
 def test_all_programs_are_compiled_before_the_first_request(caplog):
     """Fails if a request has to wait for a program of a size known at the start."""
     config = dataclasses.replace(language.LLAMA, vocab_size=37)
-    kinds = "Finished XLA compilation of jit(run_steps)", "of jit(_one_step)"
+    kinds = "Finished XLA compilation of jit(run_steps)", "of jit(run_pass)"
 
     def num_compiled():
         texts = [record.getMessage() for record in caplog.records]

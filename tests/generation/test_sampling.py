@@ -47,7 +47,7 @@ def choose_alike(sampling, num_rows, logits=LOGITS[0], **others):
 def select(numbers):
     """Arguments of `choose` for some rows of the mix."""
     rows = rows_of([MIXED[n] for n in numbers], end_ids=[0])
-    rows = rows._replace(num_best=np.full(len(rows.seed), 3, np.int32))
+    rows = rows._replace(num_logprobs=np.full(len(rows.seed), 3, np.int32))
     numbers = np.array(numbers)
     arrays = (LOGITS, HISTORY, PROMPTS, LENGTHS)
     logits, *others = (x[numbers] for x in arrays)
@@ -85,6 +85,7 @@ def test_devices_choose_what_one_chooses(axes):
     history = RNG.integers(0, vocab, (num_rows, 8)).astype(np.int32)
     prompts, lengths = np.full((2, num_rows), [[3], [7]], np.int32)
     rows = rows_of(samplings[:num_rows])
+    rows = rows._replace(num_logprobs=np.zeros(num_rows, np.int32))
     wanted = choose(logits, rows, history, prompts, lengths)
     spread = jax.device_put(logits, NamedSharding(mesh, P(*axes)))
     found = choose(spread, rows, history, prompts, lengths)
@@ -206,10 +207,39 @@ def test_tokens_and_logprobs_equal_loops(number):
 
 
 def test_filtered_logprobs_are_of_what_is_drawn():
-    sampling = Sampling(temperature=1.0, top_k=1, filtered_logprobs=True)
+    sampling = Sampling(
+        temperature=1.0, top_k=1, filtered_logprobs=True, num_logprobs=0
+    )
     assert choose_alike(sampling, 1).logprobs.tolist() == [0.0]
     raw = dataclasses.replace(sampling, filtered_logprobs=False)
     assert choose_alike(raw, 1).logprobs[0] < -0.1
+
+
+def test_log_probabilities_are_computed_where_a_row_asks():
+    """Fails if a token depends on them, or sums are taken that nobody asks for."""
+    logits, rows, *others = select(ALL)
+    found = []
+    for wanted in (-1, 0, 3):
+        asked = np.full(len(rows.seed), -1, np.int32)
+        asked[4] = wanted
+        row = rows._replace(num_logprobs=asked)
+        found.append(choose(logits, row, *others, num_best=3))
+        np.testing.assert_array_equal(found[-1].tokens, found[0].tokens)
+    nothing, some, all_of_it = found
+    assert not any(np.any(x) for x in nothing[1:])
+    assert np.all(some.logprobs < 0) and not np.any(some.best_ids)
+    np.testing.assert_array_equal(some.logprobs, all_of_it.logprobs)
+    assert np.all(all_of_it.best_logprobs[:, 0] > all_of_it.best_logprobs[:, 2])
+    outside = [*always(jax.make_jaxpr(choose_tokens)(logits, rows, *others).jaxpr)]
+    assert {"argmax", "cond"} <= {*outside} and not {"exp", "log"} & {*outside}
+
+
+def always(jaxpr):
+    """Names of the operations that no condition skips."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        if equation.primitive.name in ("jit", "pjit"):
+            yield from always(equation.params["jaxpr"].jaxpr)
 
 
 @pytest.mark.parametrize("num_written", [0, 2, 3])

@@ -5,15 +5,15 @@ import random
 import numpy as np
 import pytest
 
-from tests.support.paged_device import SIZES, Loop, expect
+from tests.support.paged_device import SIZES, VOCAB, Loop, expect
 from tests.support.refusals import config_error
 from zjax.generation.plan import Size
 from zjax.generation.pool import Pool
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 
-DRAFTED = (Size(3, width=4), Size(8, width=2), Size(4, 2, width=3), Size(8, 6))
-"""Sizes of passes with drafts."""
+DRAFTED = (*SIZES, Size(3, width=4), Size(6, width=4))
+"""Sizes with two for drafts; more lanes than 6 read no drafts."""
 
 
 def make_text(rng, shortest, longest):
@@ -235,8 +235,8 @@ def test_first_come_are_first_served():
             continue
         for place in plan.places:
             first_passes.setdefault(place.sequence, plan.number)
-        could_admit = loop.scheduler.waiting and not loop.rows.is_full
-        could_read = could_admit or any(x.is_reading for x in loop.rows.running)
+        could_admit = loop.scheduler.waiting and not loop.slots.is_full
+        could_read = could_admit or any(x.is_reading for x in loop.slots.running)
         assert not could_read or (plan.chunks.counts > 0).all()
     check_all(sequences)
     order = [first_passes[x] for x in sequences]
@@ -340,24 +340,102 @@ def test_streamed_tokens_come_one_by_one():
 def test_drafts_make_passes_fewer():
     def count(sizes):
         loop = Loop(sizes=sizes, max_steps=1)
+        loop.scheduler.speculator.pays = lambda lanes: True
         sequences = [loop.add([i], 40) for i in range(3)]
         loop.run()
         check_all(sequences)
         return len(loop.plans)
 
     assert count([Size(8, 6)]) == 40
-    assert 12 < count([Size(8, 6, width=4)]) < 25
+    assert 12 < count([Size(8, 6), Size(8, width=4)]) < 30
+
+
+def test_drafts_wait_for_the_tokens_before_them():
+    """Fails if drafts are proposed ahead of results, or nothing is planned ahead."""
+    loop = Loop(sizes=DRAFTED, lag=1)
+    loop.scheduler.speculator.pays = lambda lanes: loop.is_sure
+    loop.scheduler.speculator.propose = lambda sequence: [VOCAB] * 3
+    sequence = loop.add([1], 40)
+    loop.is_sure = False
+    ahead = [loop.plan() for _ in range(2)]
+    loop.is_sure = True
+    assert None not in ahead and loop.plan() is None
+    loop.accept()
+    assert loop.plan() is None
+    loop.accept()
+    plan = loop.plan()
+    assert plan.size == Size(3, width=4)
+    assert plan.lanes.counts.tolist() == [4, 0, 0]
+    assert plan.lanes.drafts.tolist() == [[VOCAB] * 3, [0] * 3, [0] * 3]
+    assert loop.plan() is None
+    loop.accept()  # all drafts are wrong
+    assert loop.plan().lanes.starts[0] == plan.lanes.starts[0] + 1
+    loop.run()
+    check_all([sequence])
+
+
+def test_prompts_are_read_without_drafts():
+    """Fails if a prompt waits for lanes with drafts, or is read beside drafts."""
+    loop = Loop(sizes=DRAFTED)
+    loop.scheduler.speculator.pays = lambda lanes: True
+    first = loop.add([1], 30)
+    loop.step()
+    second = loop.add([*range(60)], 1)
+    plans = [loop.plan() for _ in range(2)]
+    assert [x.size.width for x in plans] == [1, 1]
+    assert [x.chunks.counts.sum() for x in plans] == [48, 12]
+    loop.run()
+    check_all([first, second])
+    assert loop.scheduler.metrics.num_drafts > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_page_is_lost_in_thousands_of_texts_that_repeat(seed):
+    """Runs drafters of their own texts, in few pages, with ends and aborts."""
+    rng = random.Random(seed)
+    sizes = (*SIZES, Size(8, width=5))
+    loop = Loop(num_pages=30, sizes=sizes, lag=1, guesses=False)
+    period, sequences = make_text(rng, 3, 3), []
+    while len(sequences) < 700 or not loop.is_idle:
+        if len(sequences) < 700 and len(loop.scheduler.waiting) < 4:
+            sequence = Sequence(period * rng.randint(1, 4), rng.randint(1, 40))
+            # The oracle goes on with the period, and leaves it now and then.
+            ends = rng.randint(1, 40)
+            rest = [period[i % 3] if i % ends else 49 for i in range(60)]
+            sequence.truth = np.array([*sequence.prompt, *rest])
+            sequences.append(loop.scheduler.add(sequence))
+        if rng.random() < 0.05:
+            loop.scheduler.abort(rng.choice(sequences[-10:]))
+        assert loop.step() or loop.is_idle
+    loop.run()
+    metrics = loop.scheduler.metrics
+    assert 0 < metrics.num_accepted_drafts < metrics.num_drafts
+    assert metrics.num_preemptions > 0
+    for x in sequences:
+        assert x.generated == x.truth[len(x.prompt) :][: len(x.generated)].tolist()
+        assert x.finish_reason == "abort" or len(x.generated) == x.max_new_tokens
 
 
 def test_metrics():
     loop = Loop(max_rows=2)
-    assert loop.scheduler.metrics == (0, 0, 0, 0, 0, 0)
+    assert loop.scheduler.metrics == (0,) * 8
     for _ in range(3):
         loop.add([*range(10)], 2)
     loop.step()
-    assert loop.scheduler.metrics == (1, 2, 3, 0, 0, 0)
+    assert loop.scheduler.metrics == (1, 2, 3, 0, 0, 0, 0, 0)
     loop.run()
-    assert loop.scheduler.metrics == (0, 0, 0, 2, 16, 0)
+    assert loop.scheduler.metrics == (0, 0, 0, 2, 16, 0, 0, 0)
+
+
+def test_metrics_count_drafts():
+    loop = Loop(sizes=DRAFTED)
+    loop.scheduler.speculator.pays = lambda lanes: True
+    sequence = loop.add([1], 5)
+    right = expect(sequence)[0]
+    loop.scheduler.speculator.propose = lambda x: [*right[1:3], VOCAB]
+    loop.run()
+    # The first token follows the prompt, and the last needs no draft.
+    assert loop.scheduler.metrics[6:] == (3, 2)
 
 
 def test_requests_that_never_fit_are_refused():

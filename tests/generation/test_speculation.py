@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zjax.generation.drafts import Drafter
 from zjax.generation.sampling import Sampling, choose_tokens, rows_of
-from zjax.generation.speculation import Drafter, verify
+from zjax.generation.speculation import verify
 
 VOCAB, LENGTH, NUM_DRAFTS = 7, 40, 3
 PROMPTS = ([0, 1, 2, 0, 1], [3], [2, 2, 4, 2], [5, 6], [1, 0, 6, 5, 4], [0, 3])
@@ -36,11 +37,16 @@ def logits_after(first, second):
     return TABLE[first, second].astype(jnp.float32)
 
 
+def rows_with_logprobs(name):
+    samplings = [dataclasses.replace(x, num_logprobs=0) for x in SAMPLINGS[name]]
+    return rows_of(samplings)
+
+
 @functools.cache
 def write_one_by_one(name):
     """Texts of `choose_tokens` alone, and their log-probabilities."""
     history, prompts = lay(PROMPTS)
-    rows, lengths = rows_of(SAMPLINGS[name]), prompts.copy()
+    rows, lengths = rows_with_logprobs(name), prompts.copy()
     numbers, logprobs = np.arange(len(PROMPTS)), np.zeros(history.shape, np.float32)
     for _ in range(LENGTH):
         last = history[numbers, lengths - 1]
@@ -66,7 +72,7 @@ def write_with_drafts(name, propose):
     `propose(row, text)` has the drafts of a row.
     """
     history, prompts = lay(PROMPTS)
-    rows, lengths = rows_of(SAMPLINGS[name]), prompts.copy()
+    rows, lengths = rows_with_logprobs(name), prompts.copy()
     numbers, logprobs = np.arange(len(PROMPTS)), np.zeros(history.shape, np.float32)
     passes = []
     while (lengths < prompts + LENGTH).any():
@@ -78,15 +84,19 @@ def write_with_drafts(name, propose):
             drafts[row, : len(proposed)] = proposed
         read = np.concatenate([history[numbers, lengths - 1, None], drafts], axis=1)
         before = history[numbers, np.maximum(lengths - 2, 0), None]
-        logits = logits_after(np.concatenate([before, read[:, :-1]], axis=1), read)
+        read = read.T, np.concatenate([before, read[:, :-1]], axis=1).T
+        logits = logits_after(*read[::-1])
         found = check(logits, drafts, num_drafts, rows, history, prompts, lengths)
-        for row, number in enumerate(np.asarray(found.num_new)):
+        found = jax.device_get(found)
+        num_new = (found.tokens >= 0).sum(axis=0)
+        for row, number in enumerate(num_new):
+            assert (found.tokens[number:, row] == -1).all()
             number = min(number, prompts[row] + LENGTH - lengths[row])
             columns = slice(lengths[row], lengths[row] + number)
-            history[row, columns] = found.tokens[row, :number]
-            logprobs[row, columns] = found.logprobs[row, :number]
+            history[row, columns] = found.tokens[:number, row]
+            logprobs[row, columns] = found.logprobs[:number, row]
             lengths[row] += number
-        passes.append(np.asarray(found.num_new).tolist())
+        passes.append(num_new.tolist())
     return history, logprobs, np.array(passes)
 
 
@@ -145,17 +155,22 @@ def test_texts_are_the_texts_without_speculation(name, make):
 
 def test_drafts_are_right_as_far_as_they_are_the_tokens():
     """Fails if a draft behind a wrong one counts, or a draft that no row has."""
-    logits = jnp.eye(5)[jnp.array([[1, 2, 3, 4]] * 5)]
+    logits = jnp.eye(5)[jnp.array([[1] * 5, [2] * 5, [3] * 5, [4] * 5])]
     drafts = jnp.array([[1, 2, 3], [1, 0, 3], [0, 2, 3], [1, 2, 3], [1, 2, 3]])
     num_drafts = jnp.array([3, 3, 3, 2, 0])
     rows, zeros = rows_of([None] * 5), jnp.zeros(5, jnp.int32)
     found = check(logits, drafts, num_drafts, rows, zeros[:, None], zeros, zeros)
-    assert found.num_new.tolist() == [4, 2, 1, 3, 1]
-    assert found.tokens.tolist() == [[1, 2, 3, 4]] * 5
+    assert found.tokens.T.tolist() == [
+        [1, 2, 3, 4],
+        [1, 2, -1, -1],
+        [1, -1, -1, -1],
+        [1, 2, 3, -1],
+        [1, -1, -1, -1],
+    ]
 
 
 def test_the_best_tokens_of_each_position_are_returned():
-    logits = jnp.array(np.random.default_rng(3).normal(size=(2, 3, VOCAB)), jnp.float32)
+    logits = jnp.array(np.random.default_rng(3).normal(size=(3, 2, VOCAB)), jnp.float32)
     rows, zeros = rows_of([Sampling(num_logprobs=2)] * 2), jnp.zeros(2, jnp.int32)
     drafts = jnp.zeros((2, 2), jnp.int32)
     history = jnp.zeros((2, 8), jnp.int32)
@@ -164,7 +179,7 @@ def test_the_best_tokens_of_each_position_are_returned():
     np.testing.assert_array_equal(
         found.best_ids[..., 1], np.argsort(logits, -1)[..., -2]
     )
-    assert found.best_logprobs.shape == (2, 3, 2)
+    assert found.best_logprobs.shape == (3, 2, 2)
 
 
 def test_several_positions_skip_what_no_row_asks_for():
@@ -176,61 +191,6 @@ def test_several_positions_skip_what_no_row_asks_for():
     )
     drafts = jnp.zeros((6, 2), jnp.int32)
     several = jax.make_jaxpr(verify)(
-        jnp.zeros((6, 3, VOCAB)), drafts, zeros, rows, history, zeros, zeros
+        jnp.zeros((3, 6, VOCAB)), drafts, zeros, rows, history, zeros, zeros
     )
     assert str(several).count("cond[") == str(one).count("cond[") > 5
-
-
-def expected_drafts(text, num_drafts, max_ngram, min_ngram):
-    """Searches the whole text from the end."""
-    for size in range(max_ngram, min_ngram - 1, -1):
-        for start in range(len(text) - size - 1, -1, -1):
-            if size <= len(text) and text[start : start + size] == text[-size:]:
-                drafts = []
-                for number in range(num_drafts):
-                    drafts.append([*text, *drafts][start + size + number])
-                return drafts
-    return []
-
-
-@pytest.mark.parametrize("sizes", [(3, 1), (2, 2), (4, 2), (1, 1)])
-@pytest.mark.parametrize("seed", range(3))
-def test_proposals_are_those_of_a_search_of_the_text(sizes, seed):
-    rng = np.random.default_rng(seed)
-    text = rng.integers(0, 4, 120).tolist()
-    drafter = Drafter(text[:20], max_ngram=sizes[0], min_ngram=sizes[1])
-    for end in range(20, 120):
-        assert drafter.propose(5) == expected_drafts(text[:end], 5, *sizes)
-        drafter.extend(text[end : end + 1])
-
-
-def test_a_text_without_repetition_has_no_drafts():
-    assert Drafter([]).propose(3) == []
-    assert Drafter([1, 2, 3]).propose(3) == []
-    assert Drafter([1, 1]).propose(0) == []
-
-
-def test_samples_propose_the_tokens_of_other_samples():
-    first = Drafter([1, 2, 3])
-    second = Drafter([1, 2, 3], other=first)
-    first.extend([4, 5, 6])
-    assert second.propose(8) == [4, 5, 6]
-    second.extend([4, 9, 3, 4])
-    assert second.propose(2) == [9, 3]
-    third = Drafter([1, 2, 3], other=second)
-    assert third.propose(1) == [4]
-
-
-def test_a_token_takes_the_same_time_in_a_long_text():
-    """Counts the n-grams that are looked up, in a text without repetition."""
-    drafter = Drafter(range(1_000))
-    looked_up = []
-
-    class Places(dict):
-        def __contains__(self, ngram):
-            looked_up.append(ngram)
-            return super().__contains__(ngram)
-
-    drafter._places = Places(drafter._places)
-    assert drafter.propose(4) == []
-    assert looked_up == [(997, 998, 999), (998, 999), (999,)]

@@ -1,8 +1,9 @@
 """A device of NumPy that runs plans of the scheduler literally.
 
 It stores tokens and positions where a model stores keys and values. Every lane and
-chunk gathers its whole prefix through the table, and the next token is a hash of the
-prefix: a wrong page, position or order gives another text, or is caught at once.
+chunk gathers its whole prefix through the table, which must be that of the text: a
+wrong page, position or order is caught at once. The next token of a text is a hash of
+the prefix.
 """
 
 import collections
@@ -47,27 +48,19 @@ def expect(sequence):
 
 
 class Device:
-    """State of all slots and pages, changed by passes in order.
+    """State of all slots and pages, changed by passes in order."""
 
-    Of the drafts that a lane reads, some are right.
-    """
-
-    def __init__(self, num_pages, page_size, max_rows, max_length):
+    def __init__(self, num_pages, page_size, max_rows):
         self.page_size = page_size
         self.tokens = np.full((num_pages, page_size), -1, np.int64)
         self.positions = np.full((num_pages, page_size), -1, np.int64)
         self.last = np.full(max_rows + 1, -1, np.int64)
         self.owners, self.given = {}, {}
-        self.rng = random.Random(0)
-        self.powers = np.ones(max_length + 1, np.uint64)
-        for i in range(1, max_length + 1):
-            self.powers[i] = int(self.powers[i - 1]) * FACTOR & MASK
 
     def run(self, plan):
         """Runs a pass.
 
-        Returns int[num_steps * width, lanes + chunks], -1 where nothing is, and
-        int[lanes + chunks], the number of tokens of each column.
+        Returns int[num_steps * width, lanes + chunks], -1 where nothing is.
         """
         for slot, sequence in plan.admitted:
             self.last[slot], self.owners[slot] = -1, sequence
@@ -75,7 +68,7 @@ class Device:
         num_lanes, num_chunks, width = plan.size
         shape = plan.num_steps * width, num_lanes + num_chunks
         results = np.full(shape, -1, np.int64)
-        prompts = [[x[i] for x in plan.chunks] for i in range(num_chunks)]
+        prompts = [[x[i] for x in plan.chunks[:4]] for i in range(num_chunks)]
         for step in range(plan.num_steps):
             live = np.flatnonzero(plan.lanes.counts > step).tolist()
             reads = [self.lane(plan, lane, step) for lane in live]
@@ -95,15 +88,14 @@ class Device:
                     token = self.read(plan.table, slot, start + count)
                 if is_last:
                     results[0, num_lanes + chunk] = self.last[slot] = token
-        return results, (results >= 0).sum(axis=0)
+        return results
 
     def lane(self, plan, lane, step):
         """Slot, position and tokens that a lane reads in a step."""
-        slot, start, count = (int(x[lane]) for x in plan.lanes)
+        slot, start, count = (int(x[lane]) for x in plan.lanes[:3])
         if plan.size.width == 1:
             return slot, start + step, [self.last[slot]]
-        truth = true_text(self.owners[slot], start + count)[start + 1 : start + count]
-        drafts = [x if self.rng.random() < 0.7 else VOCAB for x in truth]
+        drafts = plan.lanes.drafts[lane, : count - 1].tolist()
         return slot, start, [self.last[slot], *drafts]
 
     def write(self, table, reads):
@@ -128,10 +120,9 @@ class Device:
         found = self.tokens[pages].reshape(-1)[:length]
         positions = self.positions[pages].reshape(-1)[:length]
         assert (positions == np.arange(length)).all(), positions
-        truth = true_text(self.owners[int(slot)], int(length))
-        assert (found == truth).all(), (found, truth)
-        terms = (found + 1).astype(np.uint64) * self.powers[length - 1 :: -1][:length]
-        return choose(int(terms.sum(dtype=np.uint64)))
+        truth = true_text(self.owners[int(slot)], int(length) + 1)
+        assert (found == truth[:length]).all(), (found, truth)
+        return int(truth[length])
 
 
 def true_text(sequence, length):
@@ -142,6 +133,22 @@ def true_text(sequence, length):
         new = continue_text(sequence.prompt, num_new)
         text = sequence.truth = np.array([*sequence.prompt, *new])
     return text[:length]
+
+
+class Guesses:
+    """A speculator that often knows the next tokens, as the oracle tells them."""
+
+    def __init__(self, num_drafts):
+        self.num_drafts, self.rng = num_drafts, random.Random(0)
+
+    def pays(self, sequences):
+        return len(sequences) > 0 and self.rng.random() < 0.7
+
+    def propose(self, sequence):
+        num_known = len(sequence.tokens)
+        most = min(self.rng.randint(0, self.num_drafts), sequence.num_left - 1)
+        truth = true_text(sequence, num_known + most)[num_known:]
+        return [x if self.rng.random() < 0.7 else VOCAB for x in truth.tolist()]
 
 
 class ObservedPool(Pool):
@@ -178,12 +185,16 @@ class Loop:
         chunk_size=8,
         max_steps=8,
         lag=0,
+        guesses=True,
     ):
         self.pool = ObservedPool(num_pages, page_size)
         options = {"chunk_size": chunk_size, "max_steps": max_steps}
         self.scheduler = Scheduler(self.pool, max_rows, max_length, sizes, **options)
-        self.rows = self.scheduler.rows
-        self.device = Device(num_pages, page_size, max_rows, max_length)
+        if guesses:
+            num_drafts = self.scheduler.speculator.num_drafts
+            self.scheduler.speculator = Guesses(num_drafts)
+        self.slots = self.scheduler.slots
+        self.device = Device(num_pages, page_size, max_rows)
         self.lag, self.flying, self.plans = lag, collections.deque(), []
 
     def add(self, *args, **options):
@@ -191,7 +202,7 @@ class Loop:
 
     @property
     def is_idle(self):
-        return not self.rows.running and not self.scheduler.waiting
+        return not self.slots.running and not self.scheduler.waiting
 
     def step(self):
         """Plans a pass, or runs and accepts one; returns whether either was there."""
@@ -203,10 +214,13 @@ class Loop:
 
     def plan(self):
         published, self.pool.handed = self.pool.published(), []
-        decoding = [x for x in self.rows.running if x.is_decoding]
+        decoding = [x for x in self.slots.running if x.is_decoding]
+        has_drafts = any(x.size.width > 1 for x in self.flying)
         plan = self.scheduler.plan()
         self.check()
         if plan is not None:
+            assert not has_drafts, "a position is planned that nobody knows"
+            assert plan.size.width == 1 or not self.flying, "drafts of old tokens"
             self.check_arrays(plan)
             self.check_writes(plan, published - {*self.pool.handed})
             self.check_lanes(plan, decoding)
@@ -216,9 +230,7 @@ class Loop:
 
     def accept(self):
         oldest = self.flying.popleft()
-        tokens, num_new = self.device.run(oldest)
-        num_new = num_new if oldest.size.width > 1 else None
-        results = self.scheduler.accept(oldest, tokens, num_new)
+        results = self.scheduler.accept(oldest, self.device.run(oldest))
         self.check()
         return results
 
@@ -227,36 +239,40 @@ class Loop:
         while self.step():
             pass
         assert self.is_idle, "a deadlock"
-        assert self.pool.num_live == 0 and not self.rows._promised
+        assert self.pool.num_live == 0 and not self.slots._promised
         assert not self.scheduler._promises
 
     def check(self):
         """Fails if a page or a slot is lost, or the table is another."""
-        running, waiting = self.rows.running, self.scheduler.waiting
+        running, waiting = self.slots.running, self.scheduler.waiting
         self.pool.check([x.pages for x in running])
-        slots = [*self.rows._slots, *(x.slot for x in running)]
-        assert sorted(slots) == [*range(self.rows.max_rows)]
+        slots = [*self.slots._free, *(x.slot for x in running)]
+        assert sorted(slots) == [*range(self.slots.max_rows)]
         assert not any(x.pages for x in waiting)
         for arrivals in ([x.arrival for x in part] for part in (running, waiting)):
             assert arrivals == sorted(arrivals)
-        wanted = np.zeros_like(self.rows._table)
+        wanted = np.zeros_like(self.slots._table)
         for sequence in running:
             wanted[sequence.slot, : len(sequence.pages)] = sequence.pages
-        assert (self.rows._table == wanted).all()
+        assert (self.slots._table == wanted).all()
 
     def check_arrays(self, plan):
         """Fails if an array would compile another program, or an idle lane is live."""
         assert plan.size in self.scheduler.sizes
         assert plan.num_steps * plan.size.width >= plan.lanes.counts.max()
-        *chunks, ends = plan.chunks
-        assert (ends.dtype, ends.shape) == (bool, (plan.size.chunks,))
         assert all(plan.chunks.counts <= self.scheduler.chunk_size)
-        for part, count in ((plan.lanes, plan.size.lanes), (chunks, plan.size.chunks)):
-            assert {x.shape for x in part} == {(count,)}
-            slots, _, counts = part
-            assert ((slots == self.rows.max_rows) == (counts == 0)).all()
-        arrays = [plan.table, *chunks, *plan.lanes]
-        assert {x.dtype for x in arrays} == {np.dtype(np.int32)}
+        width = plan.size.width
+        assert width == 1 or (plan.num_steps, plan.size.chunks) == (1, 0)
+        for part, count, num_drafts in (
+            (plan.lanes, plan.size.lanes, width - 1),
+            (plan.chunks, plan.size.chunks, 0),
+        ):
+            assert {x.shape for x in part[:4]} == {(count,)}
+            assert part.drafts.shape == (count, num_drafts)
+            assert ((part.slots == self.slots.max_rows) == (part.counts == 0)).all()
+            assert (part.ends <= (part.counts > 0)).all()
+            dtypes = [x.dtype.name for x in (plan.table, *part)]
+            assert dtypes == ["int32"] * 4 + ["bool", "int32"]
 
     def check_writes(self, plan, published):
         """Fails if a pass writes a page that was published before it was planned."""

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from zjax.generation.passes import Pieces, Rows
-from zjax.generation.plan import Chunks, Lanes, Plan, lay_chunks, lay_lanes
+from zjax.generation.passes import Rows
+from zjax.generation.plan import Pieces, Plan, lay_tasks
 from zjax.generation.programs import Passes
-from zjax.generation.sampling import GREEDY, Chosen, Sampling, rows_of
+from zjax.generation.sampling import GREEDY, Chosen, Sampling, SamplingRows, rows_of
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 
@@ -53,10 +53,10 @@ class Engine:
         self.scheduler = scheduler
         self._passes, self._end_ids = passes, end_ids
         self._in_flight: collections.deque[tuple[Plan, Chosen]] = collections.deque()
-        num_slots = scheduler.rows.max_rows + 1
-        self._sequences: list[Sequence | None] = [None] * num_slots
-        self._table: np.ndarray | None = None
+        # Of the host, and what the devices have of it.
+        self._host_rows = _lay_rows([None] * (scheduler.slots.max_rows + 1), end_ids)
         self._rows: Rows | None = None
+        self._table: np.ndarray | None = None
 
     def run(self) -> Iterator[News]:
         """Yields what passes add, until all sequences have ended."""
@@ -65,11 +65,11 @@ class Engine:
 
     def compile(self) -> None:
         """Starts to compile the passes of all sizes, passes of prompts first."""
-        rows = jax.device_put(self._rows_of(self.scheduler.rows.lend_table()))
-        no_slot = self.scheduler.rows.max_rows
+        slots = self.scheduler.slots
+        rows = self._send_rows(slots.lend_table())
         for size in sorted(self.scheduler.sizes, key=lambda size: -size.chunks):
-            lanes = lay_lanes([], size.lanes, no_slot)
-            chunks = lay_chunks([], size.chunks, no_slot)
+            lanes = lay_tasks([], size.lanes, slots.max_rows, size.width - 1)
+            chunks = lay_tasks([], size.chunks, slots.max_rows)
             self._passes.compile(rows, *self._pieces(lanes, chunks))
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Engine:
             return None
         plan, chosen = self._in_flight.popleft()
         found = jax.device_get(chosen)
-        results = self.scheduler.accept(plan, found.tokens[: plan.num_steps])
+        results = self.scheduler.accept(plan, found.tokens)
         return [
             News(
                 result.sequence,
@@ -100,46 +100,48 @@ class Engine:
 
     def _start(self, plan: Plan) -> Chosen:
         """Sends a pass to the devices; returns results that are still on the way."""
-        for slot, sequence in plan.admitted:
-            self._passes.remember(slot, np.array(sequence.tokens, np.int32))
-            self._sequences[slot] = sequence
         pieces, sizes = self._pieces(plan.lanes, plan.chunks)
-        rows = self._known_rows(plan)
+        rows = self._update_rows(plan)
         return self._passes.read(rows, pieces, sizes, plan.num_steps)
 
-    def _pieces(self, lanes: Lanes, chunks: Chunks) -> tuple[list[Pieces], list[int]]:
+    def _pieces(self, lanes: Pieces, chunks: Pieces) -> tuple[list[Pieces], list[int]]:
         """Returns the pieces of a pass, and the most tokens of each kind."""
-        pieces, sizes = [Pieces(*lanes, ends=lanes.counts > 0)], [1]
+        pieces, sizes = [lanes], [1 + lanes.num_drafts]
         if len(chunks.slots):
-            prompt = chunks.slots, chunks.starts, chunks.counts, chunks.ends
-            pieces.append(Pieces(*prompt))
+            pieces.append(chunks)
             sizes.append(self.scheduler.chunk_size)
         return pieces, sizes
 
-    def _known_rows(self, plan: Plan) -> Rows:
+    def _update_rows(self, plan: Plan) -> Rows:
         """Returns what the devices know of slots, sent again where it has changed."""
+        for slot, sequence in plan.admitted:
+            self._passes.remember(slot, np.array(sequence.tokens, np.int32))
+            row = _lay_rows([sequence], self._end_ids)
+            leaves = map(jax.tree.leaves, (self._host_rows, row))
+            for all_rows, values in zip(*leaves, strict=True):
+                all_rows[slot] = values[0]
         rows = self._rows
         if rows is None or plan.admitted:
-            rows = jax.device_put(self._rows_of(plan.table))
+            rows = self._send_rows(plan.table)
         elif plan.table is not self._table:
             rows = rows._replace(table=jax.device_put(plan.table))
         self._rows, self._table = rows, plan.table
         return rows
 
-    def _rows_of(self, table: np.ndarray) -> Rows:
-        """Lays out what the devices know of slots."""
-        sequences = self._sequences
-        requests = [Request() if x is None else x.request for x in sequences]
-        given = [0 if x is None else len(x.prompt) for x in sequences]
-        new = [0 if x is None else x.max_new_tokens for x in sequences]
-        num_given = np.array(given, np.int32)
-        return Rows(
-            table=table,
-            num_given=num_given,
-            num_tokens=num_given + np.array(new, np.int32),
-            sampling=rows_of(
-                [x.sampling for x in requests],
-                [x.sample for x in requests],
-                end_ids=self._end_ids,
-            ),
-        )
+    def _send_rows(self, table: np.ndarray) -> Rows:
+        """Sends to the devices what they know of all slots."""
+        # Copies: a CPU device may share the memory of the host.
+        return jax.device_put(Rows(table, *jax.tree.map(np.copy, self._host_rows)))
+
+
+def _lay_rows(
+    sequences: list[Sequence | None], end_ids: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, SamplingRows]:
+    """Lays out what the devices know of slots besides pages, as in `Rows`."""
+    requests = [Request() if x is None else x.request for x in sequences]
+    given = np.array([0 if x is None else len(x.prompt) for x in sequences], np.int32)
+    new = [0 if x is None else x.max_new_tokens for x in sequences]
+    settings = rows_of(
+        [x.sampling for x in requests], [x.sample for x in requests], end_ids=end_ids
+    )
+    return given, given + np.array(new, np.int32), settings

@@ -17,14 +17,8 @@ import numpy as np
 
 from zjax.generation.chunks import Chunks, batch_of
 from zjax.generation.pages import attend
-from zjax.generation.passes import (
-    Pieces,
-    Reader,
-    Rows,
-    choose,
-    last_of_chunks,
-    lay_chunks,
-)
+from zjax.generation.passes import Reader, Rows, choose, lay_chunks, scored_tokens
+from zjax.generation.plan import Pieces
 from zjax.generation.programs import History, page_bytes
 from zjax.generation.sampling import Chosen
 from zjax.offload.compiled import Jit
@@ -87,9 +81,9 @@ class UnitPrograms:
         rows: Rows,
         pieces: Sequence[Pieces],
     ) -> Any:
-        last = last_of_chunks(parts, carry)
+        stream = scored_tokens(parts, pieces, carry)
         params = gathered(head, self._rows["head"])
-        scores = self.reader.continuation.score(params, last)
+        scores = self.reader.continuation.score(params, stream)
         return choose(scores, history, rows, pieces)
 
 
@@ -156,7 +150,7 @@ class OffloadedPasses:
             steps_alone = tuple(sizes) == (1,)
             now = tuple(x.at(step) if steps_alone else x for x in pieces)
             found.append(self._read_once(rows, now, tuple(sizes)))
-        return jax.tree.map(lambda *steps: jnp.stack(steps), *found)
+        return jax.tree.map(lambda *steps: jnp.concatenate(steps), *found)
 
     def rest(self) -> None:
         """Frees the units that were fetched for a next pass."""

@@ -7,46 +7,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.generation.chunks import Chunks, batch_of, split_tokens
 from zjax.generation.pages import Pages, attend
-from zjax.generation.plan import MAX_STEPS
+from zjax.generation.plan import MAX_STEPS, Given, Pieces
 from zjax.generation.sampling import (
     MAX_LOGPROBS,
     Chosen,
     SamplingRows,
     choose_tokens,
 )
+from zjax.generation.speculation import verify
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.continuation import AttendTo, decoder_stack, form_of
 from zjax.models.stack import Decoder
 from zjax.sharding.activations import pin_everywhere
 from zjax.sharding.layers import layers_of
 from zjax.typing import Continuation, Params, Segment, Stack
-
-Given = Array | np.ndarray
-"""Arrays of the host, or on the devices."""
-
-
-class Pieces(NamedTuple):
-    """C pieces of rows, of up to T tokens each, as the host plans them."""
-
-    slots: Int[Given, " C"]
-    """Row of the piece; the last slot belongs to padding."""
-    starts: Int[Given, " C"]
-    """Position of the first token."""
-    counts: Int[Given, " C"]
-    """Tokens of the piece, 0 to T."""
-    ends: Bool[Given, " C"]
-    """Whether a new token follows: the piece has the last token of the row."""
-
-    def at(self, step: Any) -> "Pieces":
-        """Returns the one token that each piece reads in a step."""
-        is_read = step < self.counts
-        counts = is_read.astype(jnp.int32)
-        return Pieces(self.slots, self.starts + step, counts, is_read)
 
 
 class Rows(NamedTuple):
@@ -190,12 +168,14 @@ def run_pass(
 ) -> tuple[Any, Int[Array, "slots S"], Chosen]:
     """Reads pieces of up to `sizes` tokens; returns caches, history and new tokens.
 
-    `history` has the tokens of each slot. New tokens are in the order of the pieces,
-    and follow them in the history where a piece ends a row.
+    `history` has the tokens of each slot. New tokens are [T, pieces], in the order of
+    the pieces, and follow in the history where a piece ends a row; T is 1 without
+    drafts. A pass with drafts has lanes alone.
     """
     parts = lay_chunks(history, rows, pieces, sizes)
     stream, caches = reader.read(weights, caches, parts)
-    scores = reader.continuation.score(weights.head, last_of_chunks(parts, stream))
+    stream = scored_tokens(parts, pieces, stream)
+    scores = reader.continuation.score(weights.head, stream)
     return caches, *choose(scores, history, rows, pieces)
 
 
@@ -208,22 +188,27 @@ def run_steps(
     piece: Pieces,
     num_steps: Int[Array, ""],
 ) -> tuple[Any, Int[Array, "slots S"], Chosen]:
-    """Reads the tokens of pieces one after another; see `run_pass`.
+    """Reads the tokens of lanes one after another; see `run_pass`.
 
-    A piece reads the token that the last step chose; `num_steps` are the steps of the
-    longest piece, up to `MAX_STEPS`. New tokens are stacked by step.
+    A lane reads the token that the last step chose; `num_steps` are the steps of the
+    longest lane, up to `MAX_STEPS`. New tokens are [`MAX_STEPS`, pieces].
     """
 
     def step(number, carry):
         caches, history, found = carry
         inputs = weights, caches, history, rows, (piece.at(number),)
         caches, history, chosen = run_pass(reader, (1,), *inputs)
-        found = jax.tree.map(lambda all, x: all.at[number].set(x), found, chosen)
+        found = jax.tree.map(lambda all, x: all.at[number].set(x[0]), found, chosen)
         return caches, history, found
+
+    def empty(x):
+        return jnp.zeros((MAX_STEPS, *x.shape[1:]), x.dtype)
 
     inputs = weights, caches, history, rows, (piece,)
     shapes = jax.eval_shape(functools.partial(run_pass, reader, (1,)), *inputs)[2]
-    found = jax.tree.map(lambda x: jnp.zeros((MAX_STEPS, *x.shape), x.dtype), shapes)
+    found = jax.tree.map(
+        lambda x: jnp.zeros((MAX_STEPS, *x.shape[1:]), x.dtype), shapes
+    )
     return jax.lax.fori_loop(0, num_steps, step, (caches, history, found))
 
 
@@ -238,8 +223,9 @@ def lay_chunks(
     def lay(piece: Pieces, size: int) -> Chunks:
         places = piece.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         places = jnp.minimum(places, history.shape[1] - 1)
+        tokens = history[piece.slots[:, None], places]
         return Chunks(
-            tokens=history[piece.slots[:, None], places],
+            tokens=tokens.at[:, 1 : 1 + piece.num_drafts].set(piece.drafts),
             starts=jnp.asarray(piece.starts),
             counts=jnp.asarray(piece.counts),
             pages=rows.table[piece.slots],
@@ -248,6 +234,19 @@ def lay_chunks(
         )
 
     return tuple(map(lay, pieces, sizes))
+
+
+def scored_tokens(
+    parts: Sequence[Chunks], pieces: Sequence[Pieces], stream: Float[Array, "N 1 M"]
+) -> Float[Array, "N2 1 M"]:
+    """Selects the tokens of a pass behind which a token is chosen.
+
+    With drafts all tokens [T, lanes], else the last of each chunk.
+    """
+    if not pieces[0].num_drafts:
+        return last_of_chunks(parts, stream)
+    (chunks,) = parts
+    return jnp.swapaxes(chunks.cut(stream), 0, 1).reshape(stream.shape)
 
 
 def last_of_chunks(
@@ -264,25 +263,42 @@ def last_of_chunks(
 
 
 def choose(
-    scores: Float[Array, "C V"],
+    scores: Float[Array, "N V"],
     history: Int[Array, "slots S"],
     rows: Rows,
     pieces: Sequence[Pieces],
 ) -> tuple[Int[Array, "slots S"], Chosen]:
-    """Chooses a token after each piece; adds it to the history where a row ends."""
+    """Chooses tokens [T, pieces]; adds tokens to the history where a row ends."""
     num_best = min(MAX_LOGPROBS, scores.shape[1])
-    slots, starts, counts, ends = map(jnp.concatenate, zip(*pieces, strict=True))
-    known = starts + counts
-    chosen = choose_tokens(
-        scores,
-        jax.tree.map(lambda x: x[slots], rows.sampling),
-        history[slots],
-        rows.num_given[slots],
-        known,
-        num_best=num_best,
-    )
-    padding = history.shape[0] - 1
-    where = jnp.where(ends, slots, padding), jnp.minimum(known, history.shape[1] - 1)
-    history = history.at[where].set(chosen.tokens)
+    num_drafts = pieces[0].num_drafts
+    numbers = zip(*(piece[:4] for piece in pieces), strict=True)
+    slots, starts, counts, ends = map(jnp.concatenate, numbers)
+    # Drafts are no known tokens.
+    known = starts + (1 if num_drafts else counts)
+    settings = jax.tree.map(lambda x: x[slots], rows.sampling)
+    row = settings, history[slots], rows.num_given[slots], known
+    if num_drafts:
+        scores = scores.reshape(-1, len(slots), scores.shape[1])
+        drafts = jnp.asarray(pieces[0].drafts), counts - 1
+        chosen = verify(scores, *drafts, *row, num_best=num_best)
+    else:
+        chosen = choose_tokens(scores, *row, num_best=num_best)
+        chosen = jax.tree.map(lambda x: x[None], chosen)
+    history = _append(history, chosen.tokens, slots, known, ends)
     # Every device, and so every process, has all text.
     return jax.tree.map(pin_everywhere, (history, chosen))
+
+
+def _append(
+    history: Int[Array, "slots S"],
+    tokens: Int[Array, "T C"],
+    slots: Int[Array, " C"],
+    known: Int[Array, " C"],
+    ends: Bool[Array, " C"],
+) -> Int[Array, "slots S"]:
+    """Adds chosen tokens, which are not -1, to the history where a row ends."""
+    padding = history.shape[0] - 1
+    numbers = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    columns = jnp.minimum(known[None] + numbers, history.shape[1] - 1)
+    is_new = ends[None] & (tokens >= 0)
+    return history.at[jnp.where(is_new, slots[None], padding), columns].set(tokens)

@@ -2,18 +2,21 @@
 
 import dataclasses
 from collections.abc import Sequence as List
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from zjax.generation.sequence import Sequence
 
 MAX_STEPS = 8
 """Most tokens that a lane reads one after another in a pass."""
+Given = Any
+"""Arrays of the host, or on the devices; plans know NumPy alone."""
 
 
 class Size(NamedTuple):
-    """Shape of a compiled pass."""
+    """Shape of a compiled pass; a pass with drafts has no chunks."""
 
     lanes: int
     """Sequences that read tokens of the device, one after another."""
@@ -27,39 +30,39 @@ class Size(NamedTuple):
         return self.lanes * self.width + self.chunks * chunk_size
 
 
-class Lanes(NamedTuple):
-    """Decode part of a pass: each lane continues one sequence.
+class Pieces(NamedTuple):
+    """C pieces of sequences, of up to T tokens each: lanes, or chunks of prompts.
 
-    Step s of a lane reads the last token of the slot at position `starts + s`, if s is
-    below `counts`, and yields the next token. A lane of width above 1 reads the last
-    token and `counts - 1` drafts in one step. A lane without a sequence has the slot
-    `max_rows` and count 0.
+    A lane continues a sequence. Step s of the lane reads the last token of the slot at
+    position `starts + s`, if s is below `counts`, and yields the next token. A lane
+    with drafts reads the last token and `counts - 1` drafts in one step.
+
+    A chunk has consecutive tokens of a prompt, which the device has since admission. A
+    pass may have several chunks of one sequence: all write keys before any attends.
+
+    An unused piece has the slot `max_rows`, which belongs to padding, and count 0.
     """
 
-    slots: np.ndarray
-    """int32[lanes]."""
-    starts: np.ndarray
-    """int32[lanes], position of the first token read."""
-    counts: np.ndarray
-    """int32[lanes], tokens that the lane reads, up to `num_steps * width`."""
+    slots: Int[Given, " C"]
+    starts: Int[Given, " C"]
+    """Position of the first token."""
+    counts: Int[Given, " C"]
+    """Tokens that the piece reads."""
+    ends: Bool[Given, " C"]
+    """Whether a new token follows: the piece has the last token of the slot."""
+    drafts: Int[Given, "C D"]
+    """Tokens that may follow the last token; D is 0 in a pass without drafts."""
 
+    @property
+    def num_drafts(self) -> int:
+        """Number of drafts for which the pass has room, 0 in chunks."""
+        return self.drafts.shape[1]
 
-class Chunks(NamedTuple):
-    """Prompt part of a pass: each chunk has consecutive tokens of one sequence.
-
-    The device has the tokens of a slot since admission. A pass may have several chunks
-    of one sequence: all write keys before any attends. An unused chunk has the slot
-    `max_rows` and count 0.
-    """
-
-    slots: np.ndarray
-    """int32[chunks]."""
-    starts: np.ndarray
-    """int32[chunks], position of the first token."""
-    counts: np.ndarray
-    """int32[chunks], tokens of the chunk, up to the chunk size."""
-    ends: np.ndarray
-    """bool[chunks], whether the last token yields the first new token of the slot."""
+    def at(self, step: Any) -> "Pieces":
+        """Returns the one token that each lane reads in a step."""
+        is_read = step < self.counts
+        counts = is_read.astype(np.int32)
+        return Pieces(self.slots, self.starts + step, counts, is_read, self.drafts)
 
 
 class Task(NamedTuple):
@@ -72,6 +75,8 @@ class Task(NamedTuple):
     num_tokens: int
     num_new: int
     """New tokens; a chunk yields 1 at the end of the prompt, else 0."""
+    drafts: List[int] = ()
+    """Drafts among the tokens."""
 
 
 class Place(NamedTuple):
@@ -93,7 +98,7 @@ class Plan:
         size: Shape of the compiled pass.
         num_steps: Tokens that lanes read one after another; 1 in a pass with chunks or
             drafts.
-        lanes: Decode part.
+        lanes: Decode part; a lane reads up to `num_steps * width` tokens.
         chunks: Prompt part.
         table: int32[max_rows + 1, max_pages], pages of each slot; 0, the sink, behind
             the pages of a slot and in the last row. The array is not written again, and
@@ -106,28 +111,28 @@ class Plan:
     number: int
     size: Size
     num_steps: int
-    lanes: Lanes
-    chunks: Chunks
+    lanes: Pieces
+    chunks: Pieces
     table: np.ndarray
     admitted: tuple[tuple[int, Sequence], ...]
     places: tuple[Place, ...]
 
 
-def lay_lanes(tasks: List[Task], num_lanes: int, no_slot: int) -> Lanes:
+def lay_tasks(
+    tasks: List[Task], num_pieces: int, no_slot: int, num_drafts: int = 0
+) -> Pieces:
     """Lays tasks into the arrays of a pass, in order."""
-    slots = np.full(num_lanes, no_slot, np.int32)
-    starts, counts = np.zeros((2, num_lanes), np.int32)
+    slots = np.full(num_pieces, no_slot, np.int32)
+    starts, counts = np.zeros((2, num_pieces), np.int32)
+    ends = np.zeros(num_pieces, bool)
+    drafts = np.zeros((num_pieces, num_drafts), np.int32)
     slots[: len(tasks)] = [task.slot for task in tasks]
     starts[: len(tasks)] = [task.start for task in tasks]
     counts[: len(tasks)] = [task.num_tokens for task in tasks]
-    return Lanes(slots, starts, counts)
-
-
-def lay_chunks(tasks: List[Task], num_chunks: int, no_slot: int) -> Chunks:
-    """Lays tasks into the arrays of a pass, in order."""
-    ends = np.zeros(num_chunks, bool)
     ends[: len(tasks)] = [task.num_new > 0 for task in tasks]
-    return Chunks(*lay_lanes(tasks, num_chunks, no_slot), ends)
+    for number, task in enumerate(tasks):
+        drafts[number, : len(task.drafts)] = task.drafts
+    return Pieces(slots, starts, counts, ends, drafts)
 
 
 def find_places(

@@ -12,14 +12,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from zjax.generation.pages import bytes_on_device
-from zjax.generation.passes import (
-    Pieces,
-    Reader,
-    Rows,
-    Weights,
-    run_pass,
-    run_steps,
-)
+from zjax.generation.passes import Reader, Rows, Weights, run_pass, run_steps
+from zjax.generation.plan import Pieces
 from zjax.generation.sampling import Chosen
 from zjax.jaxprs.versions import knows_option
 from zjax.models.continuation import params_of
@@ -43,10 +37,11 @@ class Passes(Protocol):
     def read(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> Chosen:
-        """Reads pieces of up to `sizes` tokens; returns new tokens [steps, pieces].
+        """Reads pieces of up to `sizes` tokens; returns new tokens [T, pieces].
 
-        Several steps read pieces of one token each. The arrays may still be on the way;
-        only the first `num_steps` count.
+        Several steps read lanes of one token each, and T is `num_steps` or more; rows
+        behind mean nothing. With drafts T is the size of the lanes. The arrays may
+        still be on the way.
         """
         ...
 
@@ -187,9 +182,9 @@ def page_bytes(reader: Reader, weights: Weights, page_size: int) -> int:
     return sum(bytes_on_device(pool) for pool in pools)
 
 
-def _shape_of(pieces: Sequence[Pieces]) -> tuple[int, ...]:
-    """Returns the number of pieces of each kind."""
-    return tuple(len(piece.slots) for piece in pieces)
+def _shape_of(pieces: Sequence[Pieces]) -> tuple[tuple[int, ...], ...]:
+    """Returns the number of pieces of each kind, with the number of drafts."""
+    return tuple(piece.drafts.shape for piece in pieces)
 
 
 @functools.cache
@@ -201,19 +196,13 @@ def _compilers() -> concurrent.futures.Executor:
 _cut = jax.jit(Reader.cut, static_argnums=0)
 
 
-def _one_step(*args: Any) -> Any:
-    """Runs a pass; adds a dim of one step to the new tokens."""
-    caches, history, chosen = run_pass(*args)
-    return caches, history, jax.tree.map(lambda x: x[None], chosen)
-
-
 # The reader is static: weights of another step reuse the programs. Made when they are
 # first needed, as options depend on the platform.
 @functools.cache
 def _run_pass() -> Any:
     """Makes the program of `run_pass`."""
     jit = functools.partial(jax.jit, compiler_options=_options())
-    return jit(_one_step, static_argnums=(0, 1), donate_argnums=(3, 4))
+    return jit(run_pass, static_argnums=(0, 1), donate_argnums=(3, 4))
 
 
 @functools.cache

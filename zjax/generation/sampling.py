@@ -214,8 +214,8 @@ class SamplingRows(NamedTuple):
     sample: Int32[Array, " R"]
     """Number of the row among the samples of a request, from 0."""
     filtered_logprobs: Bool[Array, " R"]
-    num_best: Int32[Array, " R"]
-    """Most likely tokens that the request asks for."""
+    num_logprobs: Int32[Array, " R"]
+    """Most likely tokens that the request asks for; -1 for no log-probabilities."""
 
 
 def rows_of(
@@ -236,8 +236,8 @@ def rows_of(
     values: dict[str, Any] = {"sample": np.array(samples, np.int32)}
     for name, dtype in _DTYPES.items():
         values[name] = np.array([getattr(each, name) for each in chosen], dtype)
-    num_best = [each.num_logprobs or 0 for each in chosen]
-    values["num_best"] = np.array(num_best, np.int32)
+    wanted = [-1 if x.num_logprobs is None else x.num_logprobs for x in chosen]
+    values["num_logprobs"] = np.array(wanted, np.int32)
     forbidden = [each.forbidden_ids for each in chosen]
     values["forbidden_ids"] = _pad(forbidden, MAX_FORBIDDEN_IDS)
     ends = [end_ids if each.end_ids is None else each.end_ids for each in chosen]
@@ -269,13 +269,16 @@ def _pad(lists: Sequence[Sequence[int]], width: int) -> Int32[np.ndarray, "R N"]
 
 
 class Chosen(NamedTuple):
-    """Chosen tokens, with natural logarithms of probabilities."""
+    """Chosen tokens of R rows, at one position or several, with log-probabilities.
 
-    tokens: Int32[Array, " R"]
-    logprobs: Float32[Array, " R"]
-    best_ids: Int32[Array, "R N"]
+    Logarithms are natural. What no row asks for is 0.
+    """
+
+    tokens: Int32[Array, "*T R"]
+    logprobs: Float32[Array, "*T R"]
+    best_ids: Int32[Array, "*T R N"]
     """Most likely tokens, the best first."""
-    best_logprobs: Float32[Array, "R N"]
+    best_logprobs: Float32[Array, "*T R N"]
 
 
 def choose_tokens(
@@ -291,7 +294,8 @@ def choose_tokens(
 
     `history` has prompt and text from column 0 on, `lengths` tokens of which
     `prompt_lengths` are the prompt; later columns are not read. `num_best` is static,
-    the number of tokens in `Chosen.best_ids`, which mean nothing unless a row asks.
+    the number of tokens in `Chosen.best_ids`. All rows have log-probabilities if a row
+    asks for some, and zeros else.
 
     A row draws with `fold_in(fold_in(key(seed), sample), length)`, so that a draw is
     the same at another row, beside other rows, and on other devices.
@@ -310,21 +314,31 @@ def choose_tokens(
         draws.any(), draw, lambda allowed: (greedy, allowed), allowed
     )
     scores = jnp.where(rows.filtered_logprobs[:, None], scores, raw)
+    describe = functools.partial(_log_probabilities, rows, num_best)
+    found = _or_zeros(rows.num_logprobs >= 0, describe, scores, tokens)
+    return Chosen(tokens, *found)
+
+
+def _log_probabilities(rows, num_best, scores, tokens):
+    """Returns log-probabilities of tokens, and the most likely tokens with theirs."""
     norms = jax.nn.logsumexp(scores, axis=1)
-    best, best_ids = jax.lax.cond(
-        (rows.num_best > 0).any(),
-        lambda scores: tuple(jax.lax.top_k(scores, num_best)),
-        functools.partial(_none_best, num_best),
-        scores,
-    )
     logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - norms
-    return Chosen(tokens, logprobs, best_ids, best - norms[:, None])
+
+    def rank(scores, norms):
+        best, best_ids = jax.lax.top_k(scores, num_best)
+        return best_ids, best - norms[:, None]
+
+    return logprobs, *_or_zeros(rows.num_logprobs > 0, rank, scores, norms)
 
 
-def _none_best(number, scores):
-    """Returns zeros in the form of the most likely tokens, which nobody asks for."""
-    shape = scores.shape[0], number
-    return jnp.zeros(shape, scores.dtype), jnp.zeros(shape, jnp.int32)
+def _or_zeros(asks, compute, *inputs):
+    """Computes arrays if a row asks for them; else returns zeros in their form."""
+
+    def zeros(*inputs):
+        shapes = jax.eval_shape(compute, *inputs)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return jax.lax.cond(asks.any(), compute, zeros, *inputs)
 
 
 def restrict(

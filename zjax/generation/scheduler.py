@@ -1,7 +1,9 @@
 """Continuous batching: which sequences read which tokens in the next pass.
 
 Every pass continues all running sequences by a token. Chunks of prompts, first come
-first served, fill a fixed budget of tokens.
+first served, fill a fixed budget of tokens. Passes are planned ahead of results, but
+for passes with drafts: drafts follow a token that the host knows, and how many are
+right decides where the next pass begins.
 """
 
 import bisect
@@ -12,18 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from zjax.errors import ConfigError, Problem
-from zjax.generation.plan import (
-    MAX_STEPS,
-    Plan,
-    Size,
-    Task,
-    find_places,
-    lay_chunks,
-    lay_lanes,
-)
+from zjax.generation.drafts import Speculator
+from zjax.generation.plan import MAX_STEPS, Plan, Size, Task, find_places, lay_tasks
 from zjax.generation.pool import Pool
-from zjax.generation.rows import Rows
 from zjax.generation.sequence import Sequence
+from zjax.generation.slots import Slots
 
 _USEFUL = 7 / 8
 """Least share of the steps of lanes that yield a wanted token."""
@@ -50,6 +45,10 @@ class Metrics(NamedTuple):
     """Prompt tokens that were found in the cache, so far."""
     num_preemptions: int
     """Sequences that gave their pages to older ones, so far."""
+    num_drafts: int
+    """Drafts that passes have read, so far."""
+    num_accepted_drafts: int
+    """Drafts that were right, so far."""
 
 
 class Scheduler:
@@ -60,6 +59,7 @@ class Scheduler:
         max_rows: Most sequences with a slot on the device.
         max_length: Most tokens of a prompt with the continuation.
         sizes: Shapes of compiled passes; one with chunks has `max_rows` lanes or more.
+            Sizes of one width above 1 are for passes with drafts.
         chunk_size: Tokens of a chunk.
         max_steps: Most tokens that a lane reads one after another, in a pass without
             chunks.
@@ -102,22 +102,27 @@ class Scheduler:
             problem = f"is more than the {widest} lanes of a pass with chunks"
             remedy = "add a larger size, or use fewer rows"
             raise ConfigError(Problem("max_rows", max_rows, problem, remedy))
-        self.rows = Rows(pool, max_rows, max_length)
+        self.slots = Slots(pool, max_rows, max_length)
         self.waiting: list[Sequence] = []
         self._promises: dict[Sequence, bytes] = {}
         self._num_arrived = self._num_plans = self._num_accepted = 0
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_drafts = self._num_accepted_drafts = 0
+        self._awaits_drafts = False
+        width = max((size.width for size in self.sizes), default=1)
+        self.speculator = Speculator(width - 1)
 
     @property
     def metrics(self) -> Metrics:
         """State and totals."""
         return Metrics(
-            num_running=len(self.rows.running),
+            num_running=len(self.slots.running),
             num_waiting=len(self.waiting),
-            num_live_pages=self.rows.pool.num_live,
-            num_cached_pages=self.rows.pool.num_cached,
-            num_hit_tokens=self.rows.num_hit_tokens,
+            num_live_pages=self.slots.pool.num_live,
+            num_cached_pages=self.slots.pool.num_cached,
+            num_hit_tokens=self.slots.num_hit_tokens,
             num_preemptions=self._num_preemptions,
+            num_drafts=self._num_drafts,
+            num_accepted_drafts=self._num_accepted_drafts,
         )
 
     def add(self, sequence: Sequence) -> Sequence:
@@ -138,61 +143,67 @@ class Scheduler:
 
         None with sequences still there means that results have to be accepted first.
         """
+        if self._awaits_drafts:
+            return None
         lanes = self._reserve_lanes()
         chunks, admitted = self._read_prompts(len(lanes))
         if not lanes and not chunks:
             return None
-        size = self._find_size(len(lanes), len(chunks))
-        num_steps = 1 if chunks or size.width > 1 else self._choose_steps(lanes)
-        tasks = [*self._take_tokens(lanes, num_steps, size.width)]
+        speculates = not chunks and self._drafts_pay(lanes)
+        if speculates and self._num_accepted < self._num_plans:
+            return None
+        drafts = [self.speculator.propose(x) if speculates else [] for x in lanes]
+        self._awaits_drafts = any(drafts)
+        size = self._find_size(len(lanes), len(chunks), has_drafts=any(drafts))
+        num_steps = 1 if chunks or any(drafts) else self._choose_steps(lanes)
+        tasks = [*self._take_tokens(lanes, num_steps, drafts)]
+        no_slot = self.slots.max_rows
         plan = Plan(
             number=self._num_plans,
             size=size,
             num_steps=num_steps,
-            lanes=lay_lanes(tasks, size.lanes, self.rows.max_rows),
-            chunks=lay_chunks(chunks, size.chunks, self.rows.max_rows),
-            table=self.rows.lend_table(),
+            lanes=lay_tasks(tasks, size.lanes, no_slot, size.width - 1),
+            chunks=lay_tasks(chunks, size.chunks, no_slot),
+            table=self.slots.lend_table(),
             admitted=tuple((x.slot, x) for x in admitted if x.slot is not None),
             places=find_places(tasks, chunks, size.lanes),
         )
         self._num_plans += 1
         # Only now, so that pages are found by later passes alone.
         for task in chunks:
-            self.rows.publish(task.sequence)
+            self.slots.publish(task.sequence)
         return plan
 
-    def accept(
-        self, plan: Plan, tokens: np.ndarray, num_new: np.ndarray | None = None
-    ) -> list[Result]:
+    def accept(self, plan: Plan, tokens: np.ndarray) -> list[Result]:
         """Hands the results of the oldest pass to sequences that have not ended.
 
         Args:
             plan: The pass; passes are accepted in order.
-            tokens: int[num_steps * width, lanes + chunks], the new tokens.
-            num_new: int[lanes + chunks], new tokens of each column of a pass with
-                drafts, 1 or more and up to the tokens read; None if no draft was
-                rejected.
+            tokens: int[num_steps * width, lanes + chunks] or more rows, the new tokens;
+                -1 behind the first wrong draft.
 
         Returns:
             New tokens of each sequence.
         """
         assert plan.number == self._num_accepted, "passes are accepted in order"
         self._num_accepted += 1
+        self._awaits_drafts = False
         columns = np.asarray(tokens).T.tolist()
         results = []
         for sequence, column, num_pending in plan.places:
+            new = [token for token in columns[column][:num_pending] if token >= 0]
+            if plan.size.width > 1:
+                self._num_drafts += num_pending - 1
+                self._num_accepted_drafts += len(new) - 1
             if sequence.finish_reason is not None:
                 continue
-            count = num_pending if num_new is None else int(num_new[column])
             sequence.num_pending -= num_pending
-            # Nothing is planned behind drafts, so that these come last.
-            sequence.is_guessed &= sequence.num_pending > 0
-            added = sequence.append(columns[column][:count])
+            added = sequence.append(new)
             results.append(Result(sequence, column, added))
             if sequence.slot is not None:
                 # Keys of rejected drafts are written again.
-                sequence.num_planned -= num_pending - count
-                self.rows.publish(sequence)
+                sequence.num_planned -= num_pending - len(new)
+                self.slots.publish(sequence)
             if sequence.finish_reason is not None:
                 self._remove(sequence)
         return results
@@ -220,8 +231,8 @@ class Scheduler:
             remedy += ", or shorten the prompt"
             yield Problem("max_new_tokens", num_new, problem, remedy)
         # The last token is not read.
-        num_pages = self.rows.num_pages(num_prompt + num_new - 1)
-        pool = self.rows.pool
+        num_pages = self.slots.num_pages(num_prompt + num_new - 1)
+        pool = self.slots.pool
         if num_pages >= pool.num_pages:  # one is the sink
             problem = f"after {num_prompt} tokens needs {num_pages} pages of "
             problem += f"{pool.page_size} tokens, and the cache has "
@@ -236,9 +247,9 @@ class Scheduler:
         never among these: it gets every page if need be, so that it ends.
         """
         lanes = []
-        for sequence in [x for x in self.rows.running if x.is_decoding]:
-            while sequence.slot is not None and not self.rows.grow(sequence, 1):
-                self._preempt(self.rows.running[-1])
+        for sequence in [x for x in self.slots.running if x.is_decoding]:
+            while sequence.slot is not None and not self.slots.grow(sequence, 1):
+                self._preempt(self.slots.running[-1])
             if sequence.slot is not None:
                 lanes.append(sequence)
         return lanes
@@ -255,24 +266,29 @@ class Scheduler:
             counts = [min(num_steps, sequence.num_left) for sequence in lanes]
             if sum(counts) < _USEFUL * num_steps * len(lanes):
                 continue
-            num_missing = sum(map(self.rows.num_missing, lanes, counts))
-            if num_missing <= self.rows.pool.num_available:
+            num_missing = sum(map(self.slots.num_missing, lanes, counts))
+            if num_missing <= self.slots.pool.num_available:
                 return num_steps
         return 1
 
+    def _drafts_pay(self, lanes: list[Sequence]) -> bool:
+        """Whether a pass of all lanes with drafts is expected to be faster."""
+        has_size = any(x.width > 1 and x.lanes >= len(lanes) for x in self.sizes)
+        return has_size and self.speculator.pays(lanes)
+
     def _take_tokens(
-        self, lanes: list[Sequence], num_steps: int, width: int
+        self, lanes: list[Sequence], num_steps: int, drafts: list[list[int]]
     ) -> Iterator[Task]:
         """Yields the tokens that each lane reads, and counts them as planned."""
-        for sequence in lanes:
-            count = min(num_steps * width, sequence.num_left)
-            if count > 1 and not self.rows.grow(sequence, count):  # then no drafts
+        for sequence, proposed in zip(lanes, drafts, strict=True):
+            count = min(num_steps + len(proposed), sequence.num_left)
+            if count > 1 and not self.slots.grow(sequence, count):  # then no drafts
                 count = 1
             assert sequence.slot is not None
-            yield Task(sequence, sequence.slot, sequence.num_planned, count, count)
+            place = sequence, sequence.slot, sequence.num_planned
+            yield Task(*place, count, count, proposed[: count - 1])
             sequence.num_planned += count
             sequence.num_pending += count
-            sequence.is_guessed = width > 1 and count > 1
 
     def _read_prompts(self, num_lanes: int) -> tuple[list[Task], list[Sequence]]:
         """Fills the chunks of a pass, first come first served.
@@ -281,16 +297,16 @@ class Scheduler:
         """
         most = max(size.chunks for size in self.sizes if size.lanes >= num_lanes)
         chunks = []
-        for sequence in self.rows.running:
+        for sequence in self.slots.running:
             chunks += self._take_chunks(sequence, most - len(chunks))
         admitted, passed = [], []
         for sequence in self.waiting:
-            if len(chunks) == most or self.rows.is_full or sequence.num_pending:
+            if len(chunks) == most or self.slots.is_full or sequence.num_pending:
                 break
             if self._awaits_pages(sequence):
                 passed.append(sequence)
                 continue
-            if not self.rows.admit(sequence):
+            if not self.slots.admit(sequence):
                 break
             self._promises.pop(sequence)
             admitted.append(sequence)
@@ -316,8 +332,8 @@ class Scheduler:
         which pages to await, so that it does not wait for ever.
         """
         if sequence not in self._promises:
-            self._promises[sequence] = self.rows.find_promise(sequence)
-        return self.rows.is_promised(self._promises[sequence])
+            self._promises[sequence] = self.slots.find_promise(sequence)
+        return self.slots.is_promised(self._promises[sequence])
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes the pages of a sequence, which reads all tokens again later.
@@ -325,7 +341,7 @@ class Scheduler:
         Tokens on the way are still accepted; the sequence waits until all are there.
         """
         self._num_preemptions += 1
-        self.rows.leave(sequence)
+        self.slots.leave(sequence)
         bisect.insort(self.waiting, sequence, key=operator.attrgetter("arrival"))
 
     def _remove(self, sequence: Sequence) -> None:
@@ -334,13 +350,15 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._promises.pop(sequence, None)
         else:
-            self.rows.leave(sequence)
+            self.slots.leave(sequence)
 
-    def _find_size(self, num_lanes: int, num_chunks: int) -> Size:
+    def _find_size(self, num_lanes: int, num_chunks: int, *, has_drafts: bool) -> Size:
         """Returns the size with the fewest tokens that holds a pass."""
         fits = [
             size
             for size in self.sizes
-            if size.lanes >= num_lanes and size.chunks >= num_chunks
+            if size.lanes >= num_lanes
+            and size.chunks >= num_chunks
+            and (size.width > 1) == has_drafts
         ]
         return min(fits, key=lambda size: size.num_tokens(self.chunk_size))

@@ -13,7 +13,7 @@ class Sequence:
 
     A pass is planned before the results of earlier passes are on the host. Positions
     are known then, values are not: `num_planned` and `num_pending` are ahead of
-    `tokens`.
+    `tokens`. Only behind drafts, which may be wrong, are positions unknown, too.
 
     Args:
         prompt: Token ids, 1 or more.
@@ -30,9 +30,8 @@ class Sequence:
         tokens: Prompt and generated tokens that the host knows.
         num_planned: Tokens with keys in the cache, or on the way there by a planned
             pass.
-        num_pending: Generated tokens that are still on the device.
-        is_guessed: Whether fewer tokens may come than are pending, as drafts may be
-            rejected; the next position is unknown then.
+        num_pending: Generated tokens that are still on the device; with drafts the most
+            that there may be.
         num_to_read: Tokens that the host gives to the device: all that were known when
             the sequence got a slot. Later tokens are on the device.
         num_published: First pages that have been offered to other sequences.
@@ -58,7 +57,6 @@ class Sequence:
     tokens: list[int] = dataclasses.field(init=False)
     num_planned: int = dataclasses.field(default=0, init=False)
     num_pending: int = dataclasses.field(default=0, init=False)
-    is_guessed: bool = dataclasses.field(default=False, init=False)
     num_to_read: int = dataclasses.field(default=0, init=False)
     num_published: int = dataclasses.field(default=0, init=False)
     arrival: int = dataclasses.field(default=-1, init=False)
@@ -89,8 +87,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether the device has the next token to read, and another is wanted."""
-        is_ready = self.slot is not None and not self.is_reading
-        return is_ready and not self.is_guessed and self.num_left > 0
+        return self.slot is not None and not self.is_reading and self.num_left > 0
 
     def keys(self, page_size: int) -> list[bytes]:
         """Returns the keys of all full pages of known tokens."""

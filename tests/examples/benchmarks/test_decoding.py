@@ -139,7 +139,7 @@ def test_rows_are_timed_around_the_context():
 
     class Noting:
         def __enter__(self):
-            rows.extend(engine.scheduler.rows.running)
+            rows.extend(engine.scheduler.slots.running)
             self.note()
 
         def __exit__(self, *_):
@@ -155,7 +155,7 @@ def test_rows_are_timed_around_the_context():
     assert {b - a for a, b in zip(first, last, strict=True)} == {32}
     assert sum(first + last) / 24 == pytest.approx(case.context, abs=12)
     assert {row.finish_reason for row in rows} == {"abort"}
-    assert engine.scheduler.rows.running == []
+    assert engine.scheduler.slots.running == []
 
 
 TRACE = """

@@ -1,4 +1,4 @@
-"""Rows of the device's state: which sequence has which slot and which pages."""
+"""Slots of the device's state: which sequence has which slot and which pages."""
 
 import bisect
 import operator
@@ -9,7 +9,7 @@ from zjax.generation.pool import Pool
 from zjax.generation.sequence import Sequence
 
 
-class Rows:
+class Slots:
     """Running sequences, each with a slot, pages and a row of the table.
 
     Passes run in the order of plans, and plans do not wait for results. So slot and
@@ -31,7 +31,7 @@ class Rows:
         self.pool, self.max_rows = pool, max_rows
         self.running: list[Sequence] = []
         self.num_hit_tokens = 0
-        self._slots = list(range(max_rows - 1, -1, -1))
+        self._free = list(range(max_rows - 1, -1, -1))
         self._table = np.zeros((max_rows + 1, self.num_pages(max_length)), np.int32)
         self._is_lent = False
         self._promised: set[bytes] = set()
@@ -39,7 +39,7 @@ class Rows:
     @property
     def is_full(self) -> bool:
         """Whether all slots are taken."""
-        return not self._slots
+        return not self._free
 
     def num_pages(self, num_tokens: int) -> int:
         """Counts the pages of a number of tokens."""
@@ -62,7 +62,7 @@ class Rows:
         num_taken = num_new + self.pool.count_cached(matched)
         if num_taken + len(self.running) > self.pool.num_available:
             return False
-        sequence.slot = self._slots.pop()
+        sequence.slot = self._free.pop()
         sequence.num_to_read, sequence.num_published = num_tokens, len(matched)
         sequence.num_planned = len(matched) * self.pool.page_size
         self.pool.share(matched)
@@ -102,7 +102,7 @@ class Rows:
         self._promised.difference_update(keys[sequence.num_published :])
         self.pool.release(sequence.pages)
         self._own_table()[sequence.slot] = 0
-        self._slots.append(sequence.slot)
+        self._free.append(sequence.slot)
         self.running.remove(sequence)
         sequence.slot, sequence.pages = None, []
         sequence.num_planned = sequence.num_to_read = sequence.num_published = 0
