@@ -1,11 +1,13 @@
 """Attention of one token per row to a cache in pages: ours and cuDNN's, over a copy.
 
 python examples/benchmarks/decode_attention.py [--quick] [--checks] [--sweep]
+    [--only=ours,cudnn]
 
 Each way attends layer by layer: the output is the next query, and layers have caches of
 their own, more than the L2 cache holds. Times are medians over rounds in which all ways
 take turns. Bytes are those of keys and values; the copy is one of 1 GiB. cuDNN reads a
-contiguous cache, and one in pages where JAX has it.
+contiguous cache, and one in pages where JAX has it. With `--only`, one side alone runs,
+and its fastest way counts.
 
 `--sweep` tries sizes of the kernel, and `--checks` compares outputs with the reference.
 """
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import call_timing
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -166,6 +169,12 @@ def compile_layers(attend: Callable[..., Array], layers: Layers) -> tuple[Any, A
 
 def time_in_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Median seconds of each call, over rounds in which all take turns."""
+    found = time_rounds(calls)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def time_rounds(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Seconds of each call in each of several rounds, in which all take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     repeats = {}
     for name, call in calls.items():
@@ -179,7 +188,7 @@ def time_in_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
             # Calls queue up, so that launches overlap with kernels.
             jax.block_until_ready([call() for _ in range(repeats[name])])
             seconds[name].append((time.perf_counter() - start) / repeats[name])
-    return {name: statistics.median(each) for name, each in seconds.items()}
+    return seconds
 
 
 def copy_bandwidth() -> float:
@@ -211,11 +220,17 @@ def rate(seconds: float, batch: int, length: int) -> tuple[float, float]:
     return seconds, cache_bytes(batch, length) / seconds
 
 
-def compare(ways, shapes, copy: float) -> None:
-    """Prints the time of each way, and the bandwidth over a copy's."""
+def compare(ways, shapes, copy: float) -> dict[str, Any]:
+    """Prints the time of each way; returns the bytes per second of the fastest."""
     table, failures = Table("rows", "tokens", *ways, "of best cuDNN"), {}
+    metrics = {}
     for batch, length in shapes:
-        found = time_in_turn(compile_ways(ways, batch, length, failures))
+        rounds = time_rounds(compile_ways(ways, batch, length, failures))
+        found = {name: statistics.median(each) for name, each in rounds.items()}
+        if found:
+            best = rounds[min(found, key=lambda name: found[name])]
+            num_bytes = cache_bytes(batch, length) * num_layers(batch, length)
+            metrics[metric_of(batch, length)] = call_timing.rates(num_bytes, best)
         cells = []
         for name in ways:
             if name not in found:
@@ -230,6 +245,12 @@ def compare(ways, shapes, copy: float) -> None:
     console.print(table)
     for name, lines in failures.items():
         console.print(f"{name} does not run:", *lines, markup=False)
+    return metrics
+
+
+def metric_of(batch: int, length: int) -> str:
+    """Name of the bytes per second of a shape."""
+    return f"{batch} x {length} bytes/s"
 
 
 def sweep(shapes, copy: float) -> None:
@@ -275,6 +296,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--checks", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", choices=("ours", "cudnn"), help="one side alone")
     given = parser.parse_args()
     shapes = [
         shape
@@ -284,11 +306,14 @@ def main() -> None:
     if given.checks:
         check(shapes)
     copy = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}: a copy at {copy / 1e12:.2f} TB/s")
+    device = jax.devices()[0].device_kind
+    print(f"{device}: a copy at {copy / 1e12:.2f} TB/s")
     if given.sweep:
         sweep(shapes, copy)
-    else:
-        compare(WAYS | PEERS, shapes, copy)
+        return
+    ways = {"ours": WAYS, "cudnn": PEERS, None: WAYS | PEERS}[given.only]
+    metrics = compare(ways, shapes, copy)
+    call_timing.print_result(metrics, device=device, packages=("jax",))
 
 
 if __name__ == "__main__":

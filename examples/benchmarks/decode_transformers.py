@@ -5,10 +5,13 @@ python examples/benchmarks/decode_transformers.py --continuous [--num_new=512]
 
 `generate` with `cache_implementation="static"` compiles the model with CUDA graphs
 (`reduce-overhead`) by itself. On many requests `generate_batch` chooses CUDA graphs,
-and flash-attention if it is installed, unless `--attention="paged|sdpa"` is given.
+and flash-attention if it is installed. Of several kinds of `--attention`, the fastest
+in a run of few tokens counts.
 """
 
+import dataclasses
 import functools
+import sys
 import time
 
 import call_timing
@@ -24,6 +27,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 DEVICE = "cuda"
+FEW_TOKENS = 32
 WARM_UP_TOKENS = 5
 WARM_UP_SWEEPS = 2
 """The first compiles, the second records the graphs."""
@@ -82,11 +86,13 @@ def time_case(model, case, num_sweeps):
     return case.describe(seconds[WARM_UP_SWEEPS:])
 
 
-def time_requests(model, workload, num_runs, vocab_size, compile_level):
-    """Metrics of many requests, after a run that is not timed."""
-    run = functools.partial(
+def make_run(model, workload, compile_level):
+    """A function that serves all requests, and returns the seconds."""
+    if workload.min_new:
+        raise SystemExit("all requests of generate_batch take as many tokens")
+    serve = functools.partial(
         model.generate_batch,
-        workload.prompts(vocab_size),
+        workload.prompts(model.config.vocab_size),
         generation_config=GenerationConfig(
             max_new_tokens=workload.num_new,
             do_sample=False,
@@ -98,17 +104,49 @@ def time_requests(model, workload, num_runs, vocab_size, compile_level):
         ),
         persistent_manager=True,
     )
-    seconds = []
-    for _ in range(1 + num_runs):
+
+    def run():
         start = time.perf_counter()
-        found = run()
-        seconds.append(time.perf_counter() - start)
+        found = serve()
+        seconds = time.perf_counter() - start
         counts = [len(each.generated_tokens) for each in found.values()]
-        if counts != [workload.num_new] * workload.num_requests:
+        if counts != workload.sizes():
             raise SystemExit(f"requests got {counts} tokens")
-        call_timing.note("all requests", seconds[-1:])
-    model.destroy_cached_continuous_batching_manager()
-    return workload.describe(seconds[1:])
+        call_timing.note(f"{workload.metric}, all requests", [seconds])
+        return seconds
+
+    return run
+
+
+def choose_attention(model, kinds, workload, compile_level):
+    """Sets the kind of attention that serves requests of few tokens fastest."""
+    few, found = dataclasses.replace(workload, num_new=FEW_TOKENS), {}
+    for kind in kinds:
+        try:
+            model.set_attn_implementation(kind)
+            run = make_run(model, few, compile_level)
+            run()
+            found[kind] = run()
+            model.destroy_cached_continuous_batching_manager()
+        except Exception as error:  # each kind has its own
+            print(f"{kind}: {str(error)[:300]}", file=sys.stderr, flush=True)
+    if not found:
+        raise SystemExit("no attention runs")
+    best = min(found, key=lambda kind: found[kind])
+    model.set_attn_implementation(best)
+    return best
+
+
+def time_requests(model, kinds, workloads, num_runs, compile_level):
+    """Metrics of many requests, after a run that is not timed."""
+    best = choose_attention(model, kinds, workloads[0], compile_level)
+    metrics = {"attention": best}
+    for workload in workloads:
+        run = make_run(model, workload, compile_level)
+        run()
+        metrics |= workload.describe([run() for _ in range(num_runs)])
+        model.destroy_cached_continuous_batching_manager()
+    return metrics
 
 
 def main() -> None:
@@ -117,16 +155,16 @@ def main() -> None:
     parser.add_argument(
         "--compile_level", type=int, default=0, help="with --continuous"
     )
-    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--attention", default="sdpa", help="kinds, by commas")
     given = parser.parse_args()
     chosen = cases.make_cases(given)
     shape = chosen[0].shape
+    kinds = given.attention.split(",")
     with torch.no_grad():
-        model = make_model(shape, given.attention)
+        model = make_model(shape, kinds[0])
         if given.continuous:
-            workload = cases.Workload(given.num_requests, num_new=given.num_new)
-            options = given.num_sweeps, shape.vocab_size, given.compile_level
-            metrics = time_requests(model, workload, *options)
+            options = given.num_sweeps, given.compile_level
+            metrics = time_requests(model, kinds, cases.make_workloads(given), *options)
         else:
             metrics = {}
             for case in chosen:

@@ -1,4 +1,4 @@
-"""How fast large arrays go up to the devices and down to the host, at once.
+"""How fast large arrays go up to the devices and down to the host at once, or up alone.
 
 python examples/benchmarks/host_link.py
 """
@@ -37,10 +37,27 @@ def link_rates() -> list[float]:
     return rates[WARM_UP_ROUNDS:]
 
 
+def upward_rates() -> list[float]:
+    """Bytes per second of each device from pinned host memory, all devices at once."""
+    mesh = Mesh(jax.local_devices(), ("device",))
+    on_device = NamedSharding(mesh, PartitionSpec("device"))
+    ones = jax.device_put(jnp.ones((mesh.size, ARRAY_BYTES // 4)), on_device)
+    on_host = on_device.with_memory_kind("pinned_host")
+    held = [jax.device_put(ones, on_host) for _ in range(NUM_ARRAYS)]
+    jax.block_until_ready(held)
+    rates = []
+    for _ in range(WARM_UP_ROUNDS + ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready([jax.device_put(x, on_device) for x in held])
+        rates.append(NUM_ARRAYS * ARRAY_BYTES / (time.perf_counter() - start))
+    return rates[WARM_UP_ROUNDS:]
+
+
 def main() -> None:
     result = {
         "num_devices": jax.local_device_count(),
         "link_bytes_per_second": timing.spread(link_rates()),
+        "upward_bytes_per_second": timing.spread(upward_rates()),
     }
     print(f"RESULT {json.dumps(result)}")
 

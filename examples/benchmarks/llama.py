@@ -15,6 +15,11 @@ class Llama:
     microbatch_size: int = 1
 
     @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.embed_size // self.num_heads
+
+    @property
     def num_params(self) -> int:
         vectors = (2 * self.num_layers + 1) * self.embed_size
         return self.matmul_params + vectors + self.vocab_size * self.embed_size
@@ -22,8 +27,8 @@ class Llama:
     @property
     def matmul_params(self) -> int:
         """The N of 6 N: entries of matrices, without the table that is looked up."""
-        width, head = self.embed_size, self.embed_size // self.num_heads
-        attention = 2 * width * head * (self.num_heads + self.num_kv_heads)
+        width = self.embed_size
+        attention = 2 * width * self.head_size * (self.num_heads + self.num_kv_heads)
         block = attention + 3 * width * self.mlp_size
         return self.num_layers * block + self.vocab_size * width
 

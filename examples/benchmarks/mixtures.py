@@ -44,11 +44,16 @@ class Mixture:
         """The N of 6 N: entries of matrices; of the experts `top_k` count."""
         return self._matrices(self.top_k)
 
+    @property
+    def expert_params(self) -> int:
+        """Entries of the matrices of one expert."""
+        return 3 * self.embed_size * self.mlp_size
+
     def _matrices(self, num_experts: int) -> int:
-        width, mlp_size = self.embed_size, self.mlp_size
+        width = self.embed_size
         heads = 2 * (self.num_heads + self.num_kv_heads)
         attention = heads * width * self.head_size
-        experts = width * (self.num_experts + 3 * num_experts * mlp_size)
+        experts = width * self.num_experts + num_experts * self.expert_params
         return self.num_layers * (attention + experts) + self.vocab_size * width
 
 

@@ -39,6 +39,8 @@ SCRIPTS = (
     "moe_torch",
     "pipeline_peer",
     "plain_jax",
+    "published_rates",
+    "serve_clients",
     "shape",
     "slow_network_peer",
     "tensor_peer",
@@ -88,6 +90,7 @@ def trains(contestant):
         "_ours.py",
         "_quality.py",
         "_speed.py",
+        "decode_attention.py",
         "dropping_steps.py",
         "slow_network/train.py",
     )

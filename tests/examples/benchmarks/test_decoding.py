@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import functools
 import json
+import math
 import sys
 
 import jax
@@ -61,13 +63,46 @@ def test_times_become_rates():
     assert found["batch 4 bytes/s"]["max"] == pytest.approx(5 * case.num_bytes)
     workload = cases.Workload(num_requests=3, num_given=2, num_new=5)
     assert [len(prompt) for prompt in workload.prompts(11)] == [2, 2, 2]
-    found = workload.describe([3.0])["continuous tokens/s"]
+    found = workload.describe([3.0])["5 new tokens/s"]
     assert found == {"median": 5, "min": 5, "max": 5, "n": 1}
+
+
+def test_requests_spread_evenly_by_the_logarithm_of_their_size():
+    cases = load("decode_cases")
+    flags = "--num_requests=400", "--min_new=4", "--num_new=64,16"
+    parser = cases.make_parser()
+    cases.add_workload(parser)
+    short, workload = cases.make_workloads(parser.parse_args(flags))
+    assert (short.num_new, workload.num_new) == (16, 64)
+    sizes = workload.sizes()
+    assert (min(sizes), max(sizes)) == (4, 64)
+    assert sorted(sizes) != sizes == workload.sizes()
+    for middle in (8, 16, 32):
+        share = sum(size < middle for size in sizes) / len(sizes)
+        assert share == pytest.approx(math.log(middle / 4, 16), abs=0.05)
+    # By hand: the mean of a density 1 / x between 4 and 64.
+    assert sum(sizes) / 400 == pytest.approx(60 / math.log(16), rel=0.01)
+    found = workload.describe([2.0])["4 to 64 new tokens/s"]
+    assert found["median"] == sum(sizes) / 2
+
+
+def test_a_mixture_reads_the_experts_that_are_chosen():
+    """By hand: Qwen3-30B-A3B without the token table, all experts."""
+    cases = load("decode_cases")
+    case = cases.Case(cases.SHAPES["moe_30b"], 16, num_experts=128)
+    assert case.shape.num_params == pytest.approx(30.5e9, rel=0.01)
+    vectors = 48 * 2 * 128  # norms of heads are not counted
+    table = (case.shape.vocab_size - 16) * 2048
+    assert case.weight_bytes == 2 * (case.shape.num_params - table - vectors)
+    few = dataclasses.replace(case, num_experts=8)
+    assert few.weight_bytes == case.weight_bytes - 2 * 48 * 120 * 3 * 2048 * 768
+    assert case.cache_bytes == 16 * 1024 * 48 * 2 * 2 * 4 * 128
 
 
 def test_cases_need_neither_torch_nor_jax():
     """Fails if a peer would load JAX, or zjax torch."""
-    for name in ("decode_cases", "call_timing", "timing", "llama", "mixtures", "shape"):
+    names = "decode_cases", "call_timing", "timing", "llama", "mixtures", "shape"
+    for name in (*names, "serve_clients"):
         tree = ast.parse((FOLDER / f"{name}.py").read_text())
         nodes = [
             x for x in ast.walk(tree) if isinstance(x, ast.Import | ast.ImportFrom)
@@ -94,23 +129,64 @@ def ours(monkeypatch, capsys):
 
 def test_a_small_model_decodes(ours):
     found = ours("--batches=2", "--context=40", "--num_tokens=8", "--profile")
-    metrics = {case.metric for case in load_contest(FOLDER / "decode.py").rows[0].cases}
+    row, small, *_ = load_contest(FOLDER / "decode.py").rows
+    assert small.cases[0].metric.removeprefix("batch 1") == " ms_per_token"
+    metrics = {case.metric for case in row.cases}
     names = {metric.replace("batch 1 ", "batch 2 ") for metric in metrics}
     names = {name for name in names if name.startswith("batch 2 ")}
     assert names == {"batch 2 bytes/s", "batch 2 tokens/s"}
-    for name in (*names, "batch 2 share"):
+    for name in (*names, "batch 2 share", "batch 2 ms_per_token"):
         assert found[name]["n"] == 2
         assert 0 < found[name]["min"] <= found[name]["median"]
     assert found["copy_bytes_per_second"]["min"] > 0
-    assert 0 < found["batch 2 compile_seconds"] < found["batch 2 first_seconds"]
+    assert found["batch 2 first_seconds"] > 0
 
 
 def test_a_small_model_serves_requests(ours):
-    found = ours("--continuous", "--num_requests=3", "--num_new=4")
-    assert found["continuous tokens/s"]["n"] == 2
+    found = ours("--continuous", "--num_requests=3", "--num_new=4,6")
+    assert {found[f"{size} new tokens/s"]["n"] for size in (4, 6)} == {2}
 
 
-@pytest.mark.parametrize("name", ["7b", "8b", "1p5b"])
+def test_experts_are_counted_by_the_choices_of_the_rows():
+    """Fails if prompts count, or the count is not that of the routers."""
+    module = load("decode_ours")
+    shape = dataclasses.replace(module.cases.SHAPES["tiny_moe"], length=300)
+    one, several = (
+        module.cases.Case(shape, batch, context=80, num_tokens=8) for batch in (1, 3)
+    )
+    decoder = module.RandomDecoder(shape)
+    assert module.count_experts(decoder, one) == shape.top_k == 2
+    # Three rows choose two of eight each: by chance 8 (1 - (3 / 4)^3) experts in all.
+    assert 2 < module.count_experts(decoder, several) < 6
+    with module.counted_experts(1) as numbers:
+        module.sweep(module.make_static_engine(decoder, 1, shape.length), one)
+        jax.effects_barrier()
+    assert set(numbers) == {2}
+    assert len(numbers) >= shape.num_layers * (module.WARM_UP_TOKENS + 8)
+
+
+def test_no_request_joins_a_batch():
+    """Fails if the classical way is ours, or takes passes of its own."""
+    module = load("decode_ours")
+    shape = dataclasses.replace(module.cases.SHAPES["tiny"], num_layers=1)
+    engine = module.make_static_engine(module.RandomDecoder(shape), 2, 64)
+    workload = module.cases.Workload(6, num_new=48, min_new=3, num_given=4)
+    step, mixed = engine.step, []
+
+    def noting():
+        batches = {row.arrival // 2 for row in engine.scheduler.rows.running}
+        mixed.append(len(batches) > 1)
+        return step()
+
+    engine.step = noting
+    for in_batches in (True, False):
+        mixed.clear()
+        engine.scheduler._num_arrived = 0
+        assert module.serve(engine, workload, shape.vocab_size, in_batches) > 0
+        assert any(mixed) != in_batches
+
+
+@pytest.mark.parametrize("name", ["7b", "8b", "1p5b", "moe_30b"])
 def test_our_model_has_the_parameters_of_its_peers(name):
     """Fails if the programs decode different models."""
     module = load("decode_ours")
@@ -120,7 +196,7 @@ def test_our_model_has_the_parameters_of_its_peers(name):
 
 def test_weights_are_made_in_bfloat16():
     module = load("decode_ours")
-    _, weights = module.make_decoder(module.cases.SHAPES["tiny"])
+    weights = module.RandomDecoder(module.cases.SHAPES["tiny"]).weights
     assert len(weights.blocks) == 2
     leaves = jax.tree.leaves(weights)
     assert {leaf.dtype.name for leaf in leaves} == {"bfloat16"}
@@ -134,7 +210,8 @@ def test_rows_are_timed_around_the_context():
     shape = dataclasses.replace(module.cases.SHAPES["tiny"], num_layers=1, length=400)
     # More prompts than a pass reads.
     case = module.cases.Case(shape, 12, context=200, num_tokens=32)
-    engine = module.make_engine(module.make_decoder(shape), case.batch, shape.length)
+    decoder = module.RandomDecoder(shape)
+    engine = module.make_static_engine(decoder, case.batch, shape.length)
     rows, seen = [], []
 
     class Noting:
@@ -156,6 +233,26 @@ def test_rows_are_timed_around_the_context():
     assert sum(first + last) / 24 == pytest.approx(case.context, abs=12)
     assert {row.finish_reason for row in rows} == {"abort"}
     assert engine.scheduler.slots.running == []
+
+
+def test_attention_of_each_side_becomes_rates(monkeypatch, capsys):
+    module = load("decode_attention")
+    for name, value in (("ROUND_SECONDS", 0), ("LAYERS_BYTES", 0)):
+        monkeypatch.setattr(module, name, value)
+    reference = functools.partial(module.ours, implementation="reference")
+
+    def fails(*_):
+        raise RuntimeError("not on this device")
+
+    ways = {"ours": (reference, True), "cuDNN": (fails, False)}
+    metrics = module.compare(ways, [(2, 128)], copy=1e9)
+    assert [*metrics] == ["2 x 128 bytes/s"]
+    assert metrics["2 x 128 bytes/s"]["n"] == module.ROUNDS
+    shown = capsys.readouterr().out
+    assert "cuDNN does not run: not on this device" in shown
+    row = load_contest(FOLDER / "decode.py").rows[-1]
+    assert len(row.cases) == len(module.BATCHES) * len(module.LENGTHS) + 1
+    assert all(module.cache_bytes(*x) < module.MAX_BYTES for x in module.QUICK)
 
 
 TRACE = """
