@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import gc
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from zjax.generation.prompts import (
 )
 from zjax.generation.sampling import GREEDY, Sampling
 from zjax.generation.sequence import Sequence as Sample
-from zjax.generation.sizes import MAX_ROWS, PAGE_SIZE, count_pages, sizes_of
+from zjax.generation.sizes import PAGE_SIZE, count_pages, size_problems, sizes_of
 from zjax.generation.text import TextStream
 from zjax.generation.tickets import Delta, Ticket
 from zjax.generation.worker import Served, Worker
@@ -103,20 +104,21 @@ class Generator:
     ):
         opened = open_decoder(source, state, prompts)
         self.config, self._prompts = opened.decoder.config, opened.prompts
-        field, longest = longest_text(self.config)
-        problems = [*model_problems(self.config)]
-        if not 1 <= max_rows <= MAX_ROWS:
-            problem = f"is not between 1 and {MAX_ROWS}"
-            problems += [Problem("max_rows", max_rows, problem, "use 64")]
-        if not 0 <= max_length <= longest:
-            problem = f"is not between 0 and model.{field}={longest}"
-            problems += [Problem("max_length", max_length, problem, "use 0")]
+        problems = [
+            *model_problems(self.config),
+            *size_problems(self.config, max_rows, max_length),
+        ]
         if problems:
             raise ConfigError(*problems)
-        self.max_length = max_length or longest
+        self.max_length = max_length or longest_text(self.config)[1]
         self.max_rows = max_rows
         with opened.context():
-            engine = self._make_engine(stored(opened.decoder), max_rows, num_pages)
+            decoder = stored(opened.decoder)
+            # Pages fill what is free, and the weights are there twice until now:
+            # modules refer to themselves.
+            opened = opened._replace(decoder=None)
+            gc.collect()
+            engine = self._make_engine(decoder, max_rows, num_pages)
         self._scheduler = engine.scheduler
         kind = Worker if jax.process_count() == 1 else Lockstep
         self._worker = kind(engine, opened.context)

@@ -18,6 +18,7 @@ from zjax.files import local_path
 from zjax.models.build import make_model
 from zjax.models.stack import Decoder
 from zjax.optim.build import make_optimizer
+from zjax.settings.schema import Config
 from zjax.sharding.mesh import make_mesh
 from zjax.sharding.plan import make_plan
 from zjax.weights import huggingface
@@ -58,7 +59,7 @@ def open_huggingface(directory: str) -> Opened:
     Devices split the model as the default mesh of a run with these weights does.
     """
     directory = local_path("model", directory)
-    config = load_config({}, settings_of_weights(directory) | _WITHOUT_MOMENTS)
+    config = settings_of_huggingface(directory)
     model, mesh = make_model(config), make_mesh(config.mesh)
     plan = make_plan(config, mesh, model, make_optimizer(config))
     adapt = functools.partial(_adapted, config=config)
@@ -72,7 +73,12 @@ def open_huggingface(directory: str) -> Opened:
     return Opened(decoder, prompts, functools.partial(jax.set_mesh, mesh))
 
 
-_WITHOUT_MOMENTS = {"optimizer.rule": {"kind": "sgd", "b1": 0.0}}
+def settings_of_huggingface(directory: str) -> Config:
+    """Makes the settings with which the weights of a checkpoint are planned."""
+    return load_config({}, settings_of_weights(directory) | WITHOUT_MOMENTS)
+
+
+WITHOUT_MOMENTS = {"optimizer.rule": {"kind": "sgd", "b1": 0.0}}
 """Nothing is trained, so that the plan need hold nothing for it."""
 
 

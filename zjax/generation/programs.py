@@ -1,6 +1,7 @@
 """Programs of the passes of a decoder whose weights are on the devices."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 from collections.abc import Sequence
@@ -161,7 +162,11 @@ class CutDecoder:
     def __init__(self, model: Decoder):
         self.config = model.config
         self._reader = Reader.of(model)
-        self._weights: Weights = _cut(self._reader, params_of(model))
+        params = params_of(model)
+        cut: Weights = jax.block_until_ready(_cut(self._reader, params))
+        # A program would copy a table that embedding and head share for each of them.
+        embed, _, head = self._reader.stack.split(params)
+        self._weights = dataclasses.replace(cut, embed=embed, head=head)
 
     def passes(self, **shapes: int) -> Programs:
         """Makes passes of the shapes that `Programs` takes."""
@@ -174,12 +179,17 @@ class CutDecoder:
 
 def page_bytes(reader: Reader, weights: Weights, page_size: int) -> int:
     """Counts the bytes on a device of a page of all layers."""
+    return sum(layer_page_bytes(reader, weights, page_size))
+
+
+def layer_page_bytes(reader: Reader, weights: Weights, page_size: int) -> list[int]:
+    """Counts the bytes on a device of a page of each layer."""
 
     def empty(weights: Weights) -> Any:
         return reader.empty_caches(weights, 1, page_size)
 
-    pools = jax.tree.leaves(jax.eval_shape(empty, weights))
-    return sum(bytes_on_device(pool) for pool in pools)
+    blocks = jax.eval_shape(empty, weights)
+    return [sum(map(bytes_on_device, x.stored)) for layers in blocks for x in layers]
 
 
 def _shape_of(pieces: Sequence[Pieces]) -> tuple[tuple[int, ...], ...]:

@@ -1,11 +1,14 @@
 """Sizes of passes and of the cache: few programs, and the memory that is left."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from zjax.errors import ConfigError, Problem
 from zjax.generation.plan import Size
+from zjax.generation.prompts import longest_text
+from zjax.settings import schema
 
 MAX_ROWS = 256
 """Most rows that are written at once."""
@@ -33,6 +36,19 @@ Size(lanes=64, chunks=8, width=1))
     return (*map(Size, lanes), Size(max_rows, NUM_CHUNKS))
 
 
+def size_problems(
+    config: schema.Model, max_rows: int, max_length: int
+) -> Iterator[Problem]:
+    """Yields what is wrong with the rows and the longest text of a generator."""
+    field, longest = longest_text(config)
+    if not 1 <= max_rows <= MAX_ROWS:
+        problem = f"is not between 1 and {MAX_ROWS}"
+        yield Problem("max_rows", max_rows, problem, "use 64")
+    if not 0 <= max_length <= longest:
+        problem = f"is not between 0 and model.{field}={longest}"
+        yield Problem("max_length", max_length, problem, "use 0")
+
+
 def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
     """Counts the pages that fit in the memory that devices have left.
 
@@ -46,7 +62,7 @@ def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
     known = [number for number in free if number is not None]
     if not known:
         return min(most, 1 + max_rows * min(row_pages, _ROW_TOKENS // PAGE_SIZE))
-    number = int(_SHARE * min(known)) // page_bytes
+    number = fit_pages(min(known), page_bytes)
     if number < 1 + row_pages:
         problem = f"leaves room for {max(number - 1, 0) * PAGE_SIZE} tokens"
         remedy = "free memory, use a smaller max_length, or offload the model"
@@ -73,6 +89,11 @@ def pages_of(num_rows: int, num_tokens: int) -> int:
         (4, 32)
     """
     return 1 << (num_rows * -(-num_tokens // PAGE_SIZE)).bit_length()
+
+
+def fit_pages(free_bytes: int | float, page_bytes: int) -> int:
+    """Counts the pages that take the free memory of a device."""
+    return int(_SHARE * free_bytes) // page_bytes
 
 
 def _free_bytes(device: Any) -> int | None:

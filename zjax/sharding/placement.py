@@ -138,8 +138,15 @@ class ArrayPlan:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes on one device of the array as the model reads it."""
-        shard = self.used.shard_shape(self.stored_shape)
+        """Bytes on one device of the array as the model reads it.
+
+        The layers of a stack are read apart; an array that does not divide over the
+        devices is on each of them.
+        """
+        if self.num_layers:
+            return self.num_layers * self.layer.used_bytes
+        is_padded = self.shape != self.stored_shape
+        shard = self.shape if is_padded else self.used.shard_shape(self.shape)
         return array_bytes(shard, self.dtype)
 
     @property
