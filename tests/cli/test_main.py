@@ -133,6 +133,7 @@ def test_flags_have_the_defaults_that_runs_were_made_with():
         "generate --repetition_penalty": 1.0,
         "generate --num_samples": 1,
         "generate --max_rows": 64,
+        "plan --max_rows": 64,
         "serve --part": "auto",
         "serve --step": "latest",
         "serve --host": "127.0.0.1",

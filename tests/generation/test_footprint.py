@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from tests.support import small_run
+from tests.support.allocated import bytes_here, weights_and_caches
 from zjax.errors import ConfigError
 from zjax.generation.footprint import footprint_of
 from zjax.generation.generator import Generator
@@ -29,19 +30,6 @@ OFFLOADED = (
 )
 
 
-def bytes_here(tree):
-    """Bytes on the first device, in its own memory; shared buffers count once."""
-    device = jax.devices()[0]
-    shards = {
-        shard.data.unsafe_buffer_pointer(): shard.data.nbytes
-        for array in jax.tree.leaves(tree)
-        if array.sharding.memory_kind == device.default_memory().kind
-        for shard in array.addressable_shards
-        if shard.device == device
-    }
-    return sum(shards.values())
-
-
 def make(*settings):
     config = small_run.make_config("never/written", PLAIN, *settings)
     run = start_run(config, make_model(config), None)
@@ -62,8 +50,7 @@ def test_weights_and_pages_take_what_is_planned(settings):
     """Fails if a plan misses a copy of a table, or a split that the engine makes."""
     run, footprint = make(*settings)
     with Generator(run, run.state, max_rows=1, num_pages=5) as generator:
-        passes = generator._worker._engine._passes
-        weights, caches = bytes_here(passes._weights), bytes_here(passes._caches)
+        weights, caches = weights_and_caches(generator)
     assert footprint.resident_bytes == weights
     assert footprint.token_bytes * 5 * PAGE_SIZE == caches
     assert footprint.streamed_bytes == 0

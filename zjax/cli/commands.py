@@ -40,6 +40,7 @@ from zjax.data.prompts import make_prompts
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
 from zjax.generation.generator import Generator
+from zjax.generation.loading import settings_of_huggingface
 from zjax.observe.progress import describe_values
 from zjax.processes import hold
 from zjax.run.ending import lowest_evaluation
@@ -55,6 +56,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
 MODEL = flag("model", "Directory of a Hugging Face checkpoint.")
 MAX_ROWS = integer("max_rows", "Texts that are written at once.", 64)
+MAX_LENGTH = integer(
+    "max_length", "Tokens of a prompt with a text; 0 is what the model allows.", 0
+)
 PART = choice(
     "part", "Which weights; auto takes averaged ones.", "auto", enum_values=PARTS
 )
@@ -163,7 +167,7 @@ def generating_settings(given: flags.FlagValues) -> Config:
         return settings(given)
     named = ["run", "part", "step", *FILE_FLAGS, *settings_given(given)]
     refuse_flags(given, named, "has no effect with --model")
-    return load_config({}, settings_of_weights(local_path("model", given.model)))
+    return settings_of_huggingface(local_path("model", given.model))
 
 
 def open_generator(
@@ -173,15 +177,16 @@ def open_generator(
 
     `chat` is a directory with a chat template, in place of the template of a run.
     """
+    sizes = {"max_rows": given.max_rows, "max_length": given.max_length}
     if given.model:
         directory = local_path("model", given.model)
-        return Generator(directory, max_rows=given.max_rows), directory
+        return Generator(directory, **sizes), directory
     trainer, part = restored(config, given)
     config, state = trainer.config, with_part(trainer.state, part)
     prompts = None
     if chat:
         prompts = make_prompts(config.data, config.model.vocab_size, chat)
-    generator = Generator(trainer.run, state, prompts=prompts, max_rows=given.max_rows)
+    generator = Generator(trainer.run, state, prompts=prompts, **sizes)
     return generator, f"{part} of step {trainer.step} in {config.directory}"
 
 

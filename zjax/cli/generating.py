@@ -293,5 +293,6 @@ GENERATE = Command(
         ),
         integer("seed", "Seed of the draws.", 0, lower_bound=0),
         commands.MAX_ROWS,
+        commands.MAX_LENGTH,
     ),
 )

@@ -12,7 +12,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from zjax import data, processes
-from zjax.cli import commands, data_commands, generating
+from zjax.cli import commands, data_commands, generating, planning
 from zjax.cli.connection import connected
 from zjax.cli.data_commands import MAX_PROCESSES
 from zjax.cli.serving import SERVE
@@ -28,13 +28,12 @@ from zjax.cli.usage import (
     flag,
     integer,
     number,
-    switch,
     texts,
 )
 from zjax.config import flags as config_flags
+from zjax.config.flags import refuse_flags
 from zjax.data.prompts import as_talk, find_question, has_answers
 from zjax.errors import ConfigError, Problem, ZjaxError
-from zjax.estimate.tables import describe_zero_table
 from zjax.files import local_path
 from zjax.processes.agreement import versions
 from zjax.processes.programs import result_line
@@ -43,7 +42,6 @@ from zjax.run.compiler import simulation, use_program_cache
 from zjax.run.disks import describe_disks, measure_disks
 from zjax.run.ending import exit_on_signals
 from zjax.run.machine import describe_machine
-from zjax.run.plan_report import PAPER_DEVICES, report_plan
 from zjax.run.trainer import Trainer
 from zjax.settings.describe import describe_settings
 
@@ -149,71 +147,11 @@ def sample(trainer: Trainer, prompt: np.ndarray | None) -> str:
     return data.make_tokenizer(config).decode(prompt) + text
 
 
-def plan(given: flags.FlagValues) -> None:
-    """Prints memory, communication and schedule of a run."""
-    if given.num_params:
-        others = [name for name in COMMANDS["plan"].flags if name != "num_params"]
-        others += config_flags.settings_given(given)
-        config_flags.refuse_flags(given, others, "has no effect with --num_params")
-        print(describe_zero_table(given.num_params, PAPER_DEVICES))
-        return
-    print(
-        report_plan(
-            commands.settings(given),
-            num_devices=given.num_devices,
-            picture=given.output,
-            collectives=given.collectives,
-            link=given.link,
-            schedule=given.schedule,
-            device_gb=given.device_gb,
-            devices_per_host=given.devices_per_host,
-        )
-    )
-
-
-PLAN = Command(
-    plan,
-    "Shows what a run would take: memory, communication, schedule.",
-    "zjax plan --config=quickstart --num_devices=1024\n"
-    "zjax plan --config=quickstart --config.mesh=auto\n"
-    "zjax plan --num_params=7.5e9",
-    (
-        commands.RUN,
-        integer("num_devices", "Devices to plan for; none is used.", 0, lower_bound=0),
-        number(
-            "num_params",
-            "ZeRO's memory table for a model of so many parameters; no settings.",
-            0.0,
-            lower_bound=0,
-        ),
-        switch("collectives", "What the compiled step sends between devices."),
-        flag(
-            "link",
-            "Speed of the link of a node, such as 1gbps, 100mbps (bits) or 25GBps "
-            "(bytes); predicts a step by each method that sends less.",
-        ),
-        switch(
-            "schedule",
-            "What changes from step to step, and when the stages of a pipeline are "
-            "busy, with pictures.",
-        ),
-        number("device_gb", "Memory of a device, for mesh=auto.", 0.0, lower_bound=0),
-        integer(
-            "devices_per_host",
-            "Devices that fast links join, for mesh=auto.",
-            0,
-            lower_bound=0,
-        ),
-        flag("output", "Picture of the plan to write (.png)."),
-    ),
-)
-
-
 def bench(given: flags.FlagValues) -> None:
     """Measures a config or disks."""
     if given.nvme:
         names = config_flags.settings_given(given)
-        config_flags.refuse_flags(given, names, "has no effect with --nvme")
+        refuse_flags(given, names, "has no effect with --nvme")
         disks = [local_path("nvme", path) for path in given.nvme]
         speed = measure_disks(tuple(disks))
         print(describe_disks(speed))
@@ -346,7 +284,7 @@ COMPLETION = Command(
 
 COMMANDS = {
     "train": TRAIN,
-    "plan": PLAN,
+    "plan": planning.PLAN,
     "bench": BENCH,
     "tune": TUNE,
     "generate": generating.GENERATE,
@@ -482,7 +420,7 @@ def _call(name: str, words: Sequence[str], given: flags.FlagValues) -> None:
     check_arguments(name, words, given)
     if not COMMANDS[name].has_settings:
         names = config_flags.settings_given(given)
-        config_flags.refuse_flags(given, names, f"has no effect on zjax {name}")
+        refuse_flags(given, names, f"has no effect on zjax {name}")
     COMMANDS[name].run(given)
 
 

@@ -95,6 +95,7 @@ SERVE = Command(
         flag("api_key", f"Key that clients send; better set {KEY_VARIABLE}."),
         flag("served_name", "Name of the model; that of the directory by default."),
         commands.MAX_ROWS,
+        commands.MAX_LENGTH,
         integer("max_requests", "Requests at once.", Settings.max_requests),
         integer("max_request_rows", "Texts of a request.", Settings.max_request_rows),
         integer(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import jax
@@ -117,9 +117,17 @@ where the device lacks bfloat16 units. First match wins."""
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Returns peak FLOP/s by `jax.Device.device_kind`; None for a device like a CPU."""
     column = ("bfloat16", "float16", "float32").index(dtype)
+    name = find_kind(device_kind, _PEAKS)
+    return _PEAKS[name][column] * 1e12 if name else None
+
+
+def find_kind(device_kind: str, names: Iterable[str]) -> str:
+    """Finds the first name that is in a `jax.Device.device_kind`; "" if there is none.
+
+    Example:
+        >>> find_kind("NVIDIA L40S", ("L4", "L40", "L40S"))
+        'L40S'
+    """
     # Spaces keep L4 from matching L40 and A10 from matching A100.
     words = f" {device_kind} ".replace("-", " ")
-    for name, teraflops in _PEAKS.items():
-        if f" {name} ".replace("-", " ") in words:
-            return teraflops[column] * 1e12
-    return None
+    return next((x for x in names if f" {x} ".replace("-", " ") in words), "")

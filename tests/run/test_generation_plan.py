@@ -1,0 +1,145 @@
+"""What generation takes is told by `zjax plan --generate`."""
+
+import pytest
+
+from tests.support import small_llama, small_run
+from tests.support.allocated import weights_and_caches
+from tests.support.command_line import typed
+from tests.support.refusals import config_error
+from zjax.cli.planning import plan
+from zjax.config import load_config
+from zjax.generation.generator import Generator
+from zjax.generation.loading import settings_of_huggingface
+from zjax.generation.sizes import PAGE_SIZE
+from zjax.run.generation_plan import plan_generation, report_generation
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def make_config(*settings):
+    return small_run.make_config("never/written", "model.dropout_rate=0", *settings)
+
+
+@pytest.fixture(autouse=True)
+def _default_fraction(monkeypatch):
+    monkeypatch.delenv(FRACTION, raising=False)
+
+
+def test_a_plan_says_what_fits_and_how_fast_it_can_be():
+    """By hand: weights of 13,952 bytes, and 128 of keys and values for each token."""
+    settings = {"num_devices": 1, "device": "L4", "max_rows": 4}
+    assert report_generation(make_config(), **settings, device_gb=60e-6) == (
+        "generation with 3,488 parameters on 1 device\n"
+        "(L4: 60.00 kB for JAX, 300.00 GB/s)\n\n"
+        "                                           on a device\n"
+        "──────────────────────────────────────────────────────\n"
+        "weights                                       13.95 kB\n"
+        "weights at the start, twice for a moment      27.90 kB\n"
+        "keys and values of a token                       128 B\n"
+        "row of 16 tokens                               8.19 kB\n"
+        "tokens that fit beside the weights                 256\n"
+        "rows that fit, up to max_rows                        4\n\n"
+        "a token for each row of 16 tokens, as fast as memory allows\n"
+        "rows   weights read   cache read   ms a token   new tokens/s\n"
+        "────────────────────────────────────────────────────────────\n"
+        "   1       12.99 kB      2.05 kB     5.01e-05     19,946,809\n"
+        "   4       13.18 kB      8.19 kB     7.13e-05     56,137,725"
+    )
+
+
+def test_a_named_device_has_the_share_that_jax_takes(monkeypatch):
+    given = {"num_devices": 1, "device": "H200"}
+    assert "(H200: 105.75 GB for JAX, 4.80 TB/s)" in report_generation(
+        make_config(), **given
+    )
+    monkeypatch.setenv(FRACTION, "0.9")
+    assert "(H200: 126.90 GB for JAX, 4.80 TB/s)" in report_generation(
+        make_config(), **given
+    )
+    assert "(cpu, with the bandwidth of an NVIDIA H100: memory unknown, " in (
+        report_generation(make_config(), num_devices=1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("device_gb", "problem"),
+    [
+        (27e-6, "the weights do not fit twice, as they have to at the start"),
+        (29e-6, "no row of 16 tokens fits beside the weights"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_told_what_helps(device_gb, problem):
+    """Weights of 13.95 kB, and a page of 8.19 kB beside the sink."""
+    text = report_generation(make_config(), num_devices=1, device_gb=device_gb)
+    assert text.endswith(
+        f"\n\n{problem}:\n"
+        "use more devices with mesh.tensor or mesh.expert, offload, or shorter rows"
+    )
+
+
+def test_experts_and_links_are_named():
+    moe = "model.moe.num_experts=4", "model.moe.top_k=1"
+    text = report_generation(make_config(*moe), num_devices=1, max_rows=2)
+    assert text.endswith("\nof the experts, 1 and 2 rows read 25% and 44% on average")
+    offload = {"kind": "pinned_host", "parameter_memory": "pinned_host"}
+    config = load_config(
+        make_config("model.embed_size=512"), {"zero": {"offload": offload}}
+    )
+    text = report_generation(config, num_devices=1, max_rows=2)
+    assert "weights that come for each step" in text
+    assert "twice for a moment" not in text
+    assert text.endswith(
+        "\nweights come at 40.00 GB/s; disks may be slower (zjax bench --nvme)"
+    )
+
+
+def test_an_open_mesh_and_sizes_out_of_range_are_refused():
+    with config_error(
+        "mesh='auto' is chosen by what training takes; set the axes, such as "
+        "mesh.tensor=2"
+    ):
+        report_generation(make_config("mesh=auto"), num_devices=8)
+    with config_error(
+        "max_rows=257 is not between 1 and 256; use 64\n"
+        "max_length=17 is not between 0 and model.max_length=16; use 0"
+    ):
+        report_generation(make_config(), max_rows=257, max_length=17)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--device=H200", "--max_rows=2"),
+            "--device='H200' has no effect without --generate; leave it out\n"
+            "--max_rows=2 has no effect without --generate; leave it out",
+        ),
+        (
+            ("--generate", "--link=1gbps", "--schedule"),
+            "--link='1gbps' has no effect with --generate; leave it out\n"
+            "--schedule=True has no effect with --generate; leave it out",
+        ),
+        (
+            ("--generate", "--model=a", "--run=b", "--config.seed=1"),
+            "--run='b' has no effect with --model; leave it out\n"
+            "--config.seed='1' has no effect with --model; leave it out",
+        ),
+    ],
+)
+def test_flags_without_effect_are_refused(words, message):
+    with config_error(message):
+        plan(typed("plan", *words))
+
+
+def test_a_checkpoint_of_hugging_face_is_planned_as_it_is_opened(tmp_path, capsys):
+    """Fails if the plan has other weights or another cache than the generator."""
+    folder = small_llama.write(tmp_path / "llama", max_length=64)
+    words = "--num_devices=1", "--device=H100", "--max_length=32"
+    plan(typed("plan", "--generate", f"--model={folder}", *words))
+    text = capsys.readouterr().out
+    assert "a token for each row of 32 tokens" in text
+    with Generator(folder, max_rows=1, num_pages=3) as generator:
+        weights, caches = weights_and_caches(generator)
+    _, footprint = plan_generation(settings_of_huggingface(str(folder)))
+    assert footprint.resident_bytes == weights
+    assert 3 * PAGE_SIZE * footprint.token_bytes == caches

@@ -1,0 +1,200 @@
+"""Reports what generation would take: the text of `zjax plan --generate`."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zjax.config.check import check_config
+from zjax.errors import ConfigError, Problem
+from zjax.estimate import mesh as mesh_choice
+from zjax.estimate.device_memory import known_memory, named_memory
+from zjax.estimate.link_speed import ASSUMED_DEVICE
+from zjax.generation.footprint import (
+    HOST_BYTES_PER_SECOND,
+    Footprint,
+    footprint_of,
+)
+from zjax.generation.prompts import longest_text
+from zjax.generation.sizes import PAGE_SIZE, size_problems
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+from zjax.settings.schema import Config
+from zjax.sharding import mesh as meshes
+from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.memory import num_params
+from zjax.sharding.plan import Plan, make_plan
+
+_REMEDY = "use more devices with mesh.tensor or mesh.expert, offload, or shorter rows"
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_JAX_SHARE = 0.75
+"""Share of a GPU's memory that JAX takes where the environment does not say."""
+
+
+class Memory(NamedTuple):
+    """Memory of a device that a generator may take."""
+
+    num_bytes: int | float
+    """Infinite if it is not known."""
+    bytes_per_second: float
+    source: str
+    """Device, and what is assumed of it."""
+
+
+def report_generation(
+    config: Config,
+    *,
+    num_devices: int = 0,
+    device: str = "",
+    device_gb: int | float = 0,
+    max_rows: int = 64,
+    max_length: int = 0,
+) -> str:
+    """Plans generation with the weights of a run: bytes on a device, and least times.
+
+    Args:
+        config: Settings of a run of the built-in decoder.
+        num_devices: Devices to plan for; 0 are the devices of this machine.
+        device: Name of the devices, such as `H200`; "" are the devices of this machine.
+        device_gb: Memory of a device that JAX may take; 0 is what is known of it.
+        max_rows: Most texts that are written at once.
+        max_length: Most tokens of a prompt with a text; 0 is what the model allows.
+
+    Raises:
+        ConfigError: A number is out of range, or the model writes no text.
+    """
+    if problems := [*size_problems(config.model, max_rows, max_length)]:
+        raise ConfigError(*problems)
+    max_length = max_length or longest_text(config.model)[1]
+    plan, footprint = plan_generation(config, num_devices)
+    memory = _find_memory(plan.mesh, device, device_gb)
+    num_rows = footprint.fit_rows(memory.num_bytes, max_rows, max_length)
+    copies = 1 if footprint.streamed_bytes else 2
+    starts = copies * footprint.resident_bytes <= memory.num_bytes
+    parts = [
+        _describe_device(plan, memory),
+        _describe_bytes(footprint, memory, num_rows, max_length),
+    ]
+    if num_rows and starts:
+        counts = sorted({1, num_rows})
+        parts.append(_describe_steps(footprint, memory, counts, max_length))
+    else:
+        problem = f"no row of {max_length:,} tokens fits beside the weights"
+        if not starts:
+            problem = "the weights do not fit twice, as they have to at the start"
+        parts.append(f"{problem}:\n{_REMEDY}")
+    return "\n\n".join(parts)
+
+
+def plan_generation(config: Config, num_devices: int = 0) -> tuple[Plan, Footprint]:
+    """Plans the weights of a generator; `num_devices=0` takes this machine's devices.
+
+    Raises:
+        ConfigError: The mesh is open, or the model writes no text.
+    """
+    if mesh_choice.is_open(config.mesh):
+        problem = "is chosen by what training takes"
+        remedy = "set the axes, such as mesh.tensor=2"
+        raise ConfigError(Problem("mesh", "auto", problem, remedy))
+    check_config(config, num_devices or jax.device_count())
+    if num_devices:
+        mesh = meshes.abstract_mesh(config.mesh, num_devices)
+    else:
+        mesh = meshes.make_mesh(config.mesh)
+    model = make_model(config)
+    plan = make_plan(config, mesh, model, make_optimizer(config, model))
+    return plan, footprint_of(config, plan, model)
+
+
+def _find_memory(
+    mesh: Mesh | AbstractMesh, device: str, device_gb: int | float
+) -> Memory:
+    """Finds the memory of a device: as given, of this machine, or assumed."""
+    here = jax.devices()[0].device_kind
+    known = named_memory(device) if device else known_memory(here)
+    usable = device_gb * 1e9 or meshes.device_capacity_bytes(mesh)
+    if device and not device_gb:
+        usable = _jax_share() * named_memory(device).num_bytes
+    source = device or here
+    if known is None:
+        known = named_memory(ASSUMED_DEVICE)
+        source = f"{here}, with the bandwidth of an {ASSUMED_DEVICE}"
+    return Memory(usable, known.bytes_per_second, source)
+
+
+def _jax_share() -> float:
+    """Share of a GPU's memory that JAX takes."""
+    return float(os.environ.get(_FRACTION) or _JAX_SHARE)
+
+
+def _describe_device(plan: Plan, memory: Memory) -> str:
+    """Names the model and the devices."""
+    number, size = memory.num_bytes, "memory unknown"
+    if math.isfinite(number):
+        size = f"{format_bytes(number)} for JAX"
+    speed = f"{format_bytes(memory.bytes_per_second)}/s"
+    count = plan.mesh.size
+    devices = f"{count} device{'s' if count > 1 else ''}"
+    return (
+        f"generation with {num_params(plan):,} parameters on {devices}\n"
+        f"({memory.source}: {size}, {speed})"
+    )
+
+
+def _describe_bytes(
+    footprint: Footprint, memory: Memory, num_rows: int, max_length: int
+) -> str:
+    """Table of the bytes on a device, and of what fits."""
+    cells = [("weights", format_bytes(footprint.resident_bytes))]
+    if not footprint.streamed_bytes:
+        twice = format_bytes(2 * footprint.resident_bytes)
+        cells.append(("weights at the start, twice for a moment", twice))
+    else:
+        streamed = format_bytes(footprint.streamed_bytes)
+        cells.append(("weights that come for each step", streamed))
+    row = footprint.row_pages(max_length) * PAGE_SIZE * footprint.token_bytes
+    cells += [
+        ("keys and values of a token", format_bytes(footprint.token_bytes)),
+        (f"row of {max_length:,} tokens", format_bytes(row)),
+    ]
+    if math.isfinite(memory.num_bytes):
+        tokens = footprint.fit_tokens(memory.num_bytes)
+        cells.append(("tokens that fit beside the weights", f"{tokens:,}"))
+        cells.append(("rows that fit, up to max_rows", f"{num_rows:,}"))
+    return render_table(("", "on a device"), cells, right=(1,))
+
+
+def _describe_steps(
+    footprint: Footprint, memory: Memory, counts: Sequence[int], max_length: int
+) -> str:
+    """Table of the bytes that a step reads, and of the least time."""
+    cells = []
+    for rows in counts:
+        seconds = footprint.step_seconds(rows, max_length, memory.bytes_per_second)
+        cells.append(
+            (
+                f"{rows}",
+                format_bytes(footprint.weight_bytes(rows)),
+                format_bytes(footprint.cache_bytes(rows, max_length)),
+                f"{1e3 * seconds:.3g}",
+                f"{rows / seconds:,.0f}",
+            )
+        )
+    columns = "rows", "weights read", "cache read", "ms a token", "new tokens/s"
+    table = render_table(columns, cells, right=range(5))
+    title = f"a token for each row of {max_length:,} tokens, as fast as memory allows"
+    return "\n".join([title, table, *_notes(footprint, counts)])
+
+
+def _notes(footprint: Footprint, counts: Sequence[int]) -> Iterator[str]:
+    """Yields what a step reads of experts, and over which link weights come."""
+    if footprint.experts:
+        shares = [f"{footprint.touched_experts(rows):.0%}" for rows in counts]
+        rows = " and ".join(map(str, counts))
+        yield f"of the experts, {rows} rows read {' and '.join(shares)} on average"
+    if footprint.streamed_bytes:
+        speed = format_bytes(HOST_BYTES_PER_SECOND)
+        yield f"weights come at {speed}/s; disks may be slower (zjax bench --nvme)"
