@@ -311,6 +311,27 @@ def test_processes_that_are_launched_write_one_file(tmp_path, monkeypatch):
     assert done.stdout.count('{"prompt": "Why?", "text": ') == 1
 
 
+def test_dtypes_reach_the_generator_and_name_the_weights(tmp_path, monkeypatch):
+    """Fails if texts of other codes are gone on with as if they were the same."""
+    seen = []
+
+    def make(*_, **given):
+        seen.append(given)
+        return object.__new__(Generator)
+
+    monkeypatch.setattr(commands, "Generator", make)
+    plain, config = (f"--model={tmp_path}", "--max_rows=3"), small_run.make_config("a")
+    assert commands.open_generator(typed("generate", *plain), config)[1] == str(
+        tmp_path
+    )
+    for command in ("generate", "serve"):
+        words = *plain, "--weight_dtype=int4", "--cache_dtype=float8"
+        name = commands.open_generator(typed(command, *words), config)[1]
+        assert name == f"{tmp_path}, weight_dtype=int4, cache_dtype=float8"
+        dtypes = {"weight_dtype": "int4", "cache_dtype": "float8"}
+        assert seen[-1] == {"max_rows": 3, "max_length": 0} | dtypes
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

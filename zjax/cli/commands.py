@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from absl import flags, logging
@@ -39,9 +39,11 @@ from zjax.config.load import load_config
 from zjax.data.prompts import make_prompts
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
+from zjax.generation.dtypes import CACHE_DTYPES
 from zjax.generation.generator import Generator
 from zjax.generation.loading import settings_of_huggingface
 from zjax.observe.progress import describe_values
+from zjax.ops.narrow import WEIGHT_DTYPES
 from zjax.processes import hold
 from zjax.run.ending import lowest_evaluation
 from zjax.run.resume import STARTED_FROM
@@ -58,6 +60,15 @@ MODEL = flag("model", "Directory of a Hugging Face checkpoint.")
 MAX_ROWS = integer("max_rows", "Texts that are written at once.", 64)
 MAX_LENGTH = integer(
     "max_length", "Tokens of a prompt with a text; 0 is what the model allows.", 0
+)
+WEIGHT_DTYPE = choice(
+    "weight_dtype",
+    "Codes of matrices of blocks; compute stores them as they are.",
+    "compute",
+    enum_values=WEIGHT_DTYPES,
+)
+CACHE_DTYPE = choice(
+    "cache_dtype", "Dtype of keys and values.", "compute", enum_values=CACHE_DTYPES
 )
 PART = choice(
     "part", "Which weights; auto takes averaged ones.", "auto", enum_values=PARTS
@@ -177,17 +188,23 @@ def open_generator(
 
     `chat` is a directory with a chat template, in place of the template of a run.
     """
+    dtypes = {x: given[x].value for x in ("weight_dtype", "cache_dtype")}
+    # Texts of other dtypes are other texts.
+    changed = {name: x for name, x in dtypes.items() if x != "compute"}
+    narrow = "".join(f", {name}={x}" for name, x in changed.items())
     sizes = {"max_rows": given.max_rows, "max_length": given.max_length}
+    how: dict[str, Any] = sizes | dtypes
     if given.model:
         directory = local_path("model", given.model)
-        return Generator(directory, **sizes), directory
+        return Generator(directory, **how), f"{directory}{narrow}"
     trainer, part = restored(config, given)
     config, state = trainer.config, with_part(trainer.state, part)
     prompts = None
     if chat:
         prompts = make_prompts(config.data, config.model.vocab_size, chat)
-    generator = Generator(trainer.run, state, prompts=prompts, **sizes)
-    return generator, f"{part} of step {trainer.step} in {config.directory}"
+    generator = Generator(trainer.run, state, prompts=prompts, **how)
+    weights = f"{part} of step {trainer.step} in {config.directory}{narrow}"
+    return generator, weights
 
 
 EVALUATE_FLAGS = (

@@ -294,5 +294,7 @@ GENERATE = Command(
         integer("seed", "Seed of the draws.", 0, lower_bound=0),
         commands.MAX_ROWS,
         commands.MAX_LENGTH,
+        commands.WEIGHT_DTYPE,
+        commands.CACHE_DTYPE,
     ),
 )

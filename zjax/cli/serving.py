@@ -96,6 +96,8 @@ SERVE = Command(
         flag("served_name", "Name of the model; that of the directory by default."),
         commands.MAX_ROWS,
         commands.MAX_LENGTH,
+        commands.WEIGHT_DTYPE,
+        commands.CACHE_DTYPE,
         integer("max_requests", "Requests at once.", Settings.max_requests),
         integer("max_request_rows", "Texts of a request.", Settings.max_request_rows),
         integer(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
+from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.engine import Engine, Request
 from zjax.generation.plan import Size
 from zjax.generation.pool import Pool
@@ -148,9 +149,9 @@ def make_engine(
     return Engine(passes, scheduler, end_ids=end_ids)
 
 
-def stored(model: Decoder | StoredDecoder) -> StoredDecoder:
+def stored(model: Decoder | StoredDecoder, dtypes: Dtypes = COMPUTE) -> StoredDecoder:
     """Returns a decoder with weights where passes read them."""
-    return CutDecoder(model) if isinstance(model, Decoder) else model
+    return CutDecoder(model, dtypes) if isinstance(model, Decoder) else model
 
 
 def _seeds(key: jax.Array | None, num_rows: int) -> UInt32[np.ndarray, " B"]:

@@ -11,6 +11,7 @@ import jax
 from zjax.data.prompts import Given, Prompts, describe_prompt, is_ids
 from zjax.data.tokenizer import Tokenizer
 from zjax.errors import ConfigError, Problem
+from zjax.generation.dtypes import CacheDtype, Dtypes, dtype_problems
 from zjax.generation.engine import Engine, Request
 from zjax.generation.generate import StoredDecoder, make_engine, stored
 from zjax.generation.loading import open_decoder
@@ -27,6 +28,7 @@ from zjax.generation.sizes import PAGE_SIZE, count_pages, size_problems, sizes_o
 from zjax.generation.text import TextStream
 from zjax.generation.tickets import Delta, Ticket
 from zjax.generation.worker import Served, Worker
+from zjax.ops.narrow import WeightDtype
 
 _AHEAD = 4
 """Rows in flight for each row that is written: a long text delays no other."""
@@ -75,9 +77,15 @@ class Generator:
         max_length: Most tokens of a prompt with a text; 0 is what the model allows.
         num_pages: Pages of 64 tokens for the keys of all texts; 0 fills the memory that
             the devices have left.
+        weight_dtype: Codes of the matrices of blocks, made on the devices: `int8`,
+            `int4`, or `float8`, which also rounds their inputs; `compute` stores them
+            as they are. Embedding and head stay in the dtype to compute in.
+        cache_dtype: Dtype of keys and values: `float8` (e4m3, without a scale), or
+            `compute`.
 
     Raises:
-        ConfigError: A number is out of range, or the model writes no text.
+        ConfigError: A number is out of range, the model writes no text, or it cannot be
+            stored in these dtypes.
         CheckpointError: The directory has no weights of a built-in model.
 
     Example:
@@ -101,6 +109,8 @@ class Generator:
         max_rows: int = 64,
         max_length: int = 0,
         num_pages: int = 0,
+        weight_dtype: WeightDtype = "compute",
+        cache_dtype: CacheDtype = "compute",
     ):
         opened = open_decoder(source, state, prompts)
         self.config, self._prompts = opened.decoder.config, opened.prompts
@@ -108,12 +118,15 @@ class Generator:
             *model_problems(self.config),
             *size_problems(self.config, max_rows, max_length),
         ]
+        dtypes = Dtypes(weight_dtype, cache_dtype)
+        with opened.context():
+            problems += dtype_problems(opened.decoder, dtypes)
         if problems:
             raise ConfigError(*problems)
         self.max_length = max_length or longest_text(self.config)[1]
         self.max_rows = max_rows
         with opened.context():
-            decoder = stored(opened.decoder)
+            decoder = stored(opened.decoder, dtypes)
             # Pages fill what is free, and the weights are there twice until now:
             # modules refer to themselves.
             opened = opened._replace(decoder=None)

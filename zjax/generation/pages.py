@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zjax.generation.chunks import Chunks, split_tokens
+from zjax.generation.dtypes import CacheDtype
 from zjax.models.continuation import How
 from zjax.models.layers import Stored
 from zjax.ops import attention, sparse
@@ -34,11 +35,21 @@ class Pages:
     stored: tuple[Any, ...]
 
     @classmethod
-    def empty(cls, like: tuple[Any, ...], num_pages: int, page_size: int) -> "Pages":
+    def empty(
+        cls,
+        like: tuple[Any, ...],
+        num_pages: int,
+        page_size: int,
+        cache_dtype: CacheDtype = "compute",
+    ) -> "Pages":
         """Makes pages of zeros for shapes that a layer stores, [N, 1, heads, C]."""
-        shapes = [(num_pages, x.shape[2], page_size, x.shape[3]) for x in like]
-        pairs = zip(shapes, like, strict=True)
-        return cls(tuple(_pinned(jnp.zeros(shape, x.dtype)) for shape, x in pairs))
+
+        def zeros(x: Any) -> jax.Array:
+            dtype = x.dtype if cache_dtype == "compute" else jnp.float8_e4m3fn
+            shape = num_pages, x.shape[2], page_size, x.shape[3]
+            return _pinned(jnp.zeros(shape, dtype))
+
+        return cls(tuple(map(zeros, like)))
 
     def write(self, new: Stored, parts: Sequence[Chunks]) -> "Pages":
         """Returns the pages with the tokens of a pass."""
@@ -112,7 +123,7 @@ def _attend_to_blocks(
         rows = jnp.swapaxes(pool[chunks.pages], 2, 3)
         return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
-    keys, values = map(gather, cache.read())
+    keys, values = (gather(pool).astype(q.dtype) for pool in cache.read())
     positions = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
     places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     queries = chunks.starts[:, None] + places

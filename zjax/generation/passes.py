@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.generation.chunks import Chunks, batch_of, split_tokens
+from zjax.generation.dtypes import COMPUTE, CacheDtype, Dtypes
 from zjax.generation.pages import Pages, attend
 from zjax.generation.plan import MAX_STEPS, Given, Pieces
 from zjax.generation.sampling import (
@@ -60,10 +61,14 @@ class Reader:
         stack: Model as a sequence of blocks, with a continuation.
         form: Hashable; readers of equal forms share compiled programs. None is the
             stack itself.
+        cache_dtype: Dtype of keys and values in pages; `compute` is as they come.
     """
 
-    def __init__(self, stack: Stack, form: Any = None):
+    def __init__(
+        self, stack: Stack, form: Any = None, cache_dtype: CacheDtype = "compute"
+    ):
         assert stack.continuation is not None
+        self._cache_dtype: CacheDtype = cache_dtype
         self._form = id(stack) if form is None else form
         self.stack: Stack = stack
         self.continuation: Continuation = stack.continuation
@@ -74,11 +79,12 @@ class Reader:
         ]
 
     @classmethod
-    def of(cls, model: Decoder) -> "Reader":
+    def of(cls, model: Decoder, dtypes: Dtypes = COMPUTE) -> "Reader":
         """Makes the reader of a decoder with concrete or abstract values."""
         # The mesh decides which matrices are joined.
-        form = form_of(model), jax.sharding.get_abstract_mesh()
-        return cls(decoder_stack(model, joins=True), form)
+        form = form_of(model), jax.sharding.get_abstract_mesh(), dtypes
+        stack = decoder_stack(model, joins=True, weight_dtype=dtypes.weights)
+        return cls(stack, form, dtypes.cache)
 
     def __eq__(self, other: object) -> bool:
         """Whether another reader reads models of the same form."""
@@ -89,7 +95,7 @@ class Reader:
         return hash(self._form)
 
     def cut(self, params: Params) -> Weights:
-        """Cuts stacked parameters into separate arrays for each block."""
+        """Cuts stacked parameters into separate arrays or codes for each block."""
         embed, segments, head = self.stack.split(params)
         blocks = [
             lay(block)
@@ -137,7 +143,9 @@ class Reader:
             return self.read(weights, nothing, parts, record)[1]
 
         return jax.tree.map(
-            lambda pages: Pages.empty(pages.stored, num_pages, page_size),
+            lambda pages: Pages.empty(
+                pages.stored, num_pages, page_size, self._cache_dtype
+            ),
             jax.eval_shape(shapes, weights),
             is_leaf=lambda x: isinstance(x, Pages),
         )

@@ -10,8 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array, Int
 
+from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.pages import bytes_on_device
 from zjax.generation.passes import Reader, Rows, Weights, run_pass, run_steps
 from zjax.generation.plan import Pieces
@@ -19,6 +21,8 @@ from zjax.generation.sampling import Chosen
 from zjax.jaxprs.versions import knows_option
 from zjax.models.continuation import params_of
 from zjax.models.stack import Decoder
+from zjax.ops.narrow import describe_products
+from zjax_kernels.decode.product.tuning import num_bits
 
 
 @runtime_checkable
@@ -157,16 +161,18 @@ class CutDecoder:
 
     Args:
         model: Decoder with weights in the dtype to compute in.
+        dtypes: How weights and keys are stored.
     """
 
-    def __init__(self, model: Decoder):
+    def __init__(self, model: Decoder, dtypes: Dtypes = COMPUTE):
         self.config = model.config
-        self._reader = Reader.of(model)
+        self._reader = Reader.of(model, dtypes)
         params = params_of(model)
         cut: Weights = jax.block_until_ready(_cut(self._reader, params))
         # A program would copy a table that embedding and head share for each of them.
         embed, _, head = self._reader.stack.split(params)
         self._weights = dataclasses.replace(cut, embed=embed, head=head)
+        _report(dtypes, self._weights)
 
     def passes(self, **shapes: int) -> Programs:
         """Makes passes of the shapes that `Programs` takes."""
@@ -204,6 +210,19 @@ def _compilers() -> concurrent.futures.Executor:
 
 
 _cut = jax.jit(Reader.cut, static_argnums=0)
+
+
+def _report(dtypes: Dtypes, weights: Weights) -> None:
+    """Logs what is stored in fewer bits, and how it is read."""
+    if dtypes.weights != "compute":
+        blocks = jax.tree.leaves(weights.blocks)
+        num_bytes = sum(x.size * num_bits(x.dtype) // 8 for x in blocks)
+        how = describe_products(dtypes.weights)
+        text = "weights of blocks in %s take %.2f GB: %s"
+        logging.info(text, dtypes.weights, num_bytes / 1e9, how)
+    if dtypes.cache != "compute":
+        text = "keys and values in %s: magnitudes beyond 448 become 448"
+        logging.info(text, dtypes.cache)
 
 
 # The reader is static: weights of another step reuse the programs. Made when they are

@@ -14,6 +14,7 @@ from zjax.models.joined import layer_joiner, streaming
 from zjax.models.nnx import nest, values_of
 from zjax.models.stack import Decoder, head_table, make_stack, without_tiles
 from zjax.ops.attention import Bounds
+from zjax.ops.narrow import WeightDtype
 from zjax.ops.sparse import Sparse
 from zjax.typing import Continuation, Params, Stack
 
@@ -32,12 +33,15 @@ AttendTo = Callable[..., tuple[jax.Array, Any]]
 """`attend(cache, how, q, k, v, stored) -> (outputs, cache)`, see `Continuation`."""
 
 
-def decoder_stack(model: Decoder, *, joins: bool = False) -> Stack:
+def decoder_stack(
+    model: Decoder, *, joins: bool = False, weight_dtype: WeightDtype = "compute"
+) -> Stack:
     """Makes the stack of a decoder with values or shapes, able to continue text.
 
-    With `joins`, blocks take kernels that `Continuation.lay` has put side by side.
+    With `joins`, blocks take kernels that `Continuation.lay` has put side by side; with
+    a narrow `weight_dtype` also codes that it has made.
     """
-    continuation = _continuation(model, joins=joins)
+    continuation = _continuation(model, joins, weight_dtype)
     return dataclasses.replace(make_stack(model), continuation=continuation)
 
 
@@ -51,10 +55,12 @@ def params_of(model: Decoder) -> Params:
     return nest(values_of(nnx.state(model, nnx.Param)))
 
 
-def _continuation(model: Decoder, *, joins: bool) -> Continuation:
+def _continuation(
+    model: Decoder, joins: bool, weight_dtype: WeightDtype
+) -> Continuation:
     """Makes the functions from a decoder; tiles are left to the caller."""
     config = model.config
-    model = streaming(model, joins=joins)
+    model = streaming(model, joins=joins, weight_dtype=weight_dtype)
     embedding_graph, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)
     segments = [*segments_of(model.blocks).values()]
@@ -83,7 +89,7 @@ def _continuation(model: Decoder, *, joins: bool) -> Continuation:
         embed=embed,
         blocks=tuple(map(step_of, segments)),
         num_layers=tuple(len(layers_of(blocks)) for blocks in segments),
-        lay=tuple(map(layer_joiner, segments)),
+        lay=tuple(layer_joiner(blocks, weight_dtype) for blocks in segments),
         score=score,
     )
 

@@ -61,7 +61,7 @@ class FeedForward(nnx.Module):
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> Any:
         """Transforms each token; no entry is dropped without `adapter_dropout`."""
-        if self.gate is not None and self.gate.joined is not None:
+        if self.gate is not None and layers.are_joined((self.gate, self.up)):
             hidden = layers.dot_joined(x, self.gate, self.activation)
             return self.down(hidden)
         assert not isinstance(x, layers.Normalized)  # joined kernels alone apply it

@@ -1,16 +1,21 @@
-"""Blocks for few rows: matrices that read one stream stand side by side, as one."""
+"""Blocks for few rows: matrices that read one stream stand side by side, as one.
+
+Matrices may become codes on the way.
+"""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
+from zjax.errors import Problem
 from zjax.models.block import Block, BlockGroup, layers_of, segments_of
 from zjax.models.feed_forward import FeedForward
-from zjax.models.layers import Attention, Linear, join, join_kernels
+from zjax.models.layers import Attention, Linear, are_joined, join, join_kernels
 from zjax.models.stack import Decoder
+from zjax.ops.narrow import WeightDtype
 from zjax.parallel import tensor
 from zjax.typing import Params
 
@@ -21,27 +26,44 @@ _GROUPS = (
 """Layers of a block that read one stream, and the module that has them."""
 
 
-def streaming(model: Decoder, *, joins: bool) -> Decoder:
+def streaming(
+    model: Decoder, *, joins: bool, weight_dtype: WeightDtype = "compute"
+) -> Decoder:
     """Returns an abstract decoder whose blocks meet few rows.
 
     With `joins`, matrices that read one stream are joined as far as they are plain:
     codes, adapters, float8 and splits over the tensor axis keep them apart. Norms,
-    activations and residuals move into the products beside them.
+    activations and residuals move into the products beside them. With a narrow
+    `weight_dtype`, all matrices of blocks are codes.
     """
     graph, state = nnx.split(model)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     model = nnx.merge(graph, shapes)
     for blocks in segments_of(model.blocks).values():
         for layer in layers_of(blocks):
-            for _, linear in nnx.iter_modules(layer):
-                if isinstance(linear, Linear):
-                    linear.streams = linear.matmul_dtype == "compute"
+            linears = [linear for _, linear in _linears_of(layer)]
+            for linear in linears:
+                if weight_dtype != "compute":
+                    linear.matmul_dtype = "compute"  # of training
+                linear.streams = linear.matmul_dtype == "compute"
             if joins and tensor.num_shares() == 1:
-                _join_groups(layer)
+                _join_groups(layer, weight_dtype)
+            if weight_dtype != "compute":
+                for linear in linears:
+                    if linear.kernel is not None:
+                        join([linear], weight_dtype)
     return model
 
 
-def _join_groups(layer: Block) -> None:
+def _linears_of(layer: Block) -> Iterator[tuple[tuple[str, ...], Linear]]:
+    """Yields path and layer of each matrix of a block."""
+    # A list: the caller changes the layers while it iterates.
+    for path, module in [*nnx.iter_modules(layer)]:
+        if isinstance(module, Linear):
+            yield tuple(map(str, path)), module
+
+
+def _join_groups(layer: Block, weight_dtype: WeightDtype) -> None:
     """Joins the groups of a layer, with what comes before and behind."""
     norms = {"attention": layer.attention_norm, "mlp": layer.mlp_norm}
     for place, names, kind in _GROUPS:
@@ -53,7 +75,7 @@ def _join_groups(layer: Block) -> None:
         has_room = place == "attention" or not _has_bias(*linears)
         if not (has_room and all(map(_is_plain, linears))):
             continue
-        join(linears)
+        join(linears, weight_dtype)
         is_input = layer.norm_position in ("input", "both")
         norms[place].defers = is_input and norms[place].kind == "rms_norm"
         last = module.out if isinstance(module, Attention) else module.down
@@ -73,38 +95,89 @@ def _is_plain(linear: Linear | None) -> bool:
     return linear.matmul_dtype == "compute"
 
 
-def layer_joiner(blocks: Block | BlockGroup) -> Callable[[Params], Params]:
+class Group(NamedTuple):
+    """Layers whose kernels the first of them holds, side by side."""
+
+    place: tuple[str, ...]
+    """Path of the module that has the layers."""
+    names: tuple[str, ...]
+    num_inputs: int
+
+
+def layer_joiner(
+    blocks: Block | BlockGroup, weight_dtype: WeightDtype = "compute"
+) -> Callable[[Params], Params]:
     """Returns the function from the parameters of a block to those of joined ones."""
     layers = layers_of(blocks)
-    joined = [
-        [(place, names) for place, names, _ in _GROUPS if _has_joined(layer, place)]
-        for layer in layers
-    ]
+    joined = [[*_groups_of(layer)] for layer in layers]
     if isinstance(blocks, Block):
-        return functools.partial(_join_layer, joined[0])
+        return functools.partial(_join_layer, joined[0], weight_dtype)
 
     def lay(params: Params) -> Params:
-        names = [f"layer{number}" for number in range(len(layers))]
-        pairs = zip(names, joined, strict=True)
-        return params | {name: _join_layer(each, params[name]) for name, each in pairs}
+        return params | {
+            f"layer{number}": _join_layer(each, weight_dtype, params[f"layer{number}"])
+            for number, each in enumerate(joined)
+        }
 
     return lay
 
 
-def _has_joined(layer: Block, place: str) -> bool:
-    """Whether a module of a layer has joined matrices."""
-    modules = nnx.iter_modules(getattr(layer, place))
-    linears = (x for _, x in modules if isinstance(x, Linear))
-    return any(x.joined is not None for x in linears)
+def _groups_of(layer: Block) -> Iterator[Group]:
+    """Yields the groups of a layer, of which some have one matrix."""
+    linears = dict(_linears_of(layer))
+    members: dict[tuple[str, ...], tuple[str, ...]] = {
+        (place, names[0]): names for place, names, _ in _GROUPS
+    }
+    for path, linear in linears.items():
+        *place, name = path
+        names = members.get(path, (name,))
+        found = [linears[*place, each] for each in names if (*place, each) in linears]
+        if len(found) < len(names) or not are_joined(found):
+            names = (name,)
+        if linear.joined is not None:
+            yield Group(tuple(place), names, linear.num_inputs)
 
 
-def _join_layer(groups: list[tuple[str, tuple[str, ...]]], params: Any) -> Any:
+def _join_layer(groups: list[Group], weight_dtype: WeightDtype, params: Any) -> Any:
     """Puts the kernels of each group into the first layer of the group."""
-    for place, names in groups:
-        module = dict(params[place])
-        kernels = [module[name]["kernel"] for name in names]
-        for name in names:
-            module[name] = {k: x for k, x in module[name].items() if k != "kernel"}
-        module[names[0]] = module[names[0]] | {"joined": join_kernels(kernels)}
-        params = params | {place: module}
+    for group in groups:
+        params = _join_group(group, weight_dtype, params, group.place)
     return params
+
+
+def _join_group(
+    group: Group, weight_dtype: WeightDtype, params: Any, place: tuple[str, ...]
+) -> Any:
+    """Joins a group in the parameters of a module, `place` away from the group's."""
+    if place:
+        inner = _join_group(group, weight_dtype, params[place[0]], place[1:])
+        return params | {place[0]: inner}
+    layers = {name: dict(params[name]) for name in group.names}
+    kernels = [layer.pop("kernel") for layer in layers.values()]
+    layers[group.names[0]] |= join_kernels(kernels, group.num_inputs, weight_dtype)
+    return params | layers
+
+
+def code_problems(model: Decoder, weight_dtype: WeightDtype) -> Iterator[Problem]:
+    """Yields what of a decoder cannot be stored as codes."""
+    merge = "merge them by zjax export, or use 'compute'"
+    reasons = (
+        (bool(model.config.moe), "experts", "use 'compute'"),
+        (model.config.mlp_tiles > 1, "tiles of feed-forwards", "use 'compute'"),
+        (_has_adapters(model), "matrices with adapters", merge),
+        (
+            tensor.num_shares() > 1,
+            "matrices that the tensor axis splits",
+            "set mesh.tensor=1, or use 'compute'",
+        ),
+    )
+    for holds, what, remedy in reasons:
+        if holds:
+            problem = f"stores no codes of {what}"
+            yield Problem("weight_dtype", weight_dtype, problem, remedy)
+
+
+def _has_adapters(model: Decoder) -> bool:
+    """Whether a matrix of a decoder has an adapter."""
+    linears = (x for _, x in nnx.iter_modules(model) if isinstance(x, Linear))
+    return any(linear.lora is not None for linear in linears)

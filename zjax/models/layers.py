@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from zjax.ops import matmul, remat, rotary, weights
 from zjax.ops.keys import fold_name
+from zjax.ops.narrow import Codes, WeightDtype, quantize
 from zjax.ops.remat import materialize, materialize_gradient
 from zjax.ops.rotary import score_factor
 from zjax.parallel import sequence, tensor
@@ -119,7 +120,7 @@ class Product:
     """A product that is computed when it is added to the stream, in one kernel."""
 
     x: Array
-    kernel: Array
+    kernel: Array | Codes
     num_inputs: int
 
     def __radd__(self, stream: Array) -> Array:
@@ -169,13 +170,14 @@ class Linear(nnx.Module):
         normal = make_normal(rngs.params(), std)
         self.kernel: Any = make_param(inputs + outputs, normal)
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
-        self.joined: Any = nnx.data(None)  # kernels side by side, see `join`
+        self.joined: Any = nnx.data(None)  # kernels or codes, see `join`
         self.streams = False
         """Whether few rows meet the kernel, as in the decoding of text."""
         self.defers = False
         """Whether the caller adds a `Product` to the stream."""
         self.lora: Any = nnx.data(None)  # an adapter of `zjax.models.lora`, if any
-        self.scales: Any = nnx.data(None)  # of codes, see `zjax.models.qlora`
+        # Of codes in `kernel` (`zjax.models.qlora`), or in `joined`.
+        self.scales: Any = nnx.data(None)
 
     def __call__(
         self,
@@ -186,7 +188,10 @@ class Linear(nnx.Module):
     ) -> Any:
         """Multiplies the last dims of `x`; policies save the product by `name`."""
         if self.defers:
-            return Product(x, self.kernel[...], self.num_inputs)
+            return Product(x, self.streamed(), self.num_inputs)
+        if self.joined is not None:
+            y = matmul.dot_few_rows(x, self.streamed(), self.num_inputs)
+            return self.finish(y, self.output_sizes, name)
         if self.is_column_sharded:
             return project(x, (self,), name, adapter_dropout=adapter_dropout)[0]
         matrix = self.matrix(arrange)
@@ -196,6 +201,14 @@ class Linear(nnx.Module):
         else:
             y = multiply(x, *matrix)
         return self.finish(y, self.output_sizes, name)
+
+    def streamed(self) -> Array | Codes:
+        """Returns the matrix that few rows meet: joined, of codes, or the kernel."""
+        if self.joined is None:
+            return self.kernel[...]
+        if self.scales is None:
+            return self.joined[...]
+        return Codes(self.joined[...], self.scales[...])
 
     def multiply(
         self,
@@ -276,9 +289,11 @@ def project(
     adapter_dropout: AdapterDropout | None = None,
 ) -> list[Float[Array, "..."]]:
     """Multiplies one stream by column-sharded matrices; pads the first output dims."""
-    if linears[0].joined is not None:
+    if are_joined(linears):
         return _project_joined(x, linears)
     assert not isinstance(x, Normalized)  # joined kernels alone apply a norm
+    if linears[0].joined is not None:
+        return [linear(x, name) for linear in linears]
     arrangements = arrangements or [tensor.fill_up] * len(linears)
     pairs = list(zip(linears, arrangements, strict=True))
     matrices = [linear.matrix(arrange) for linear, arrange in pairs]
@@ -298,17 +313,39 @@ def project(
     ]
 
 
-def join(linears: Sequence[Linear]) -> None:
-    """Gives abstract layers that read one stream one kernel, of `join_kernels`."""
-    # A placeholder: parameters come when the module is made from its form.
-    linears[0].joined = nnx.data(nnx.Param(jax.ShapeDtypeStruct((), jnp.float32)))
+def join(linears: Sequence[Linear], weight_dtype: WeightDtype = "compute") -> None:
+    """Gives abstract layers that read one stream one matrix, of `join_kernels`."""
+
+    # Placeholders: parameters come when the module is made from its form.
+    def placeholder() -> Any:
+        return nnx.data(nnx.Param(jax.ShapeDtypeStruct((), jnp.float32)))
+
+    linears[0].joined = placeholder()
+    if weight_dtype != "compute":
+        linears[0].scales = placeholder()
     for linear in linears:
         linear.kernel = nnx.data(None)
 
 
-def join_kernels(kernels: Sequence[Array]) -> Float[Array, "M N"]:
-    """Puts the columns of kernels side by side: one product is faster than several."""
-    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in kernels], axis=1)
+def are_joined(linears: Sequence[Linear]) -> bool:
+    """Whether the first of some layers holds the kernels of all."""
+    first, *others = linears
+    return first.joined is not None and all(x.joined is None for x in others)
+
+
+def join_kernels(
+    kernels: Sequence[Array], num_inputs: int, weight_dtype: WeightDtype = "compute"
+) -> dict[str, Array]:
+    """Puts the columns of kernels side by side: one product is faster than several.
+
+    Returns the parameters of the layer that holds them: a matrix, or codes and scales.
+    """
+    merged = [x.reshape(math.prod(x.shape[:num_inputs]), -1) for x in kernels]
+    matrix = jnp.concatenate(merged, axis=1)
+    if weight_dtype == "compute":
+        return {"joined": matrix}
+    found = quantize(matrix, weight_dtype)
+    return {"joined": found.codes, "scales": found.scales}
 
 
 def _project_joined(x, linears):
@@ -326,8 +363,8 @@ def dot_joined(
     """Multiplies a stream by the joined kernels that `linear` holds."""
     norm = (x.scale, x.eps) if isinstance(x, Normalized) else None
     rows = x.x if isinstance(x, Normalized) else x
-    kernel = linear.joined[...]
-    return matmul.dot_few_rows(rows, kernel, norm=norm, activation=activation)
+    matrix = linear.streamed()
+    return matmul.dot_few_rows(rows, matrix, norm=norm, activation=activation)
 
 
 class Norm(nnx.Module):

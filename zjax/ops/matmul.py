@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from zjax.errors import ConfigError, Problem
+from zjax.ops import narrow
 from zjax.typing import Device
 from zjax_kernels import few_rows_matmul
 
@@ -45,7 +46,7 @@ def dot(
 
 def dot_few_rows(
     x: Float[Array, "..."],
-    kernel: Float[Array, "..."],
+    kernel: Float[Array, "..."] | narrow.Codes,
     num_contracted: int = 1,
     *,
     residual: Float[Array, "..."] | None = None,
@@ -55,22 +56,29 @@ def dot_few_rows(
 
     The GPU reads `kernel` while the operations before still run: it is a parameter of
     the program, which no recent operation computes. `fused` is `norm` or `activation`
-    of `zjax_kernels.few_rows_matmul`. The product has no gradient.
+    of `zjax_kernels.few_rows_matmul`. The product has no gradient. Output dims of codes
+    are merged.
     """
     before = x.shape[: x.ndim - num_contracted]
     rows = x.reshape(math.prod(before), -1)
-    matrix = kernel.reshape(rows.shape[1], -1)
     if residual is not None:
         fused["residual"] = residual.reshape(rows.shape[0], -1)
-    y = few_rows_matmul(rows, matrix, early=True, **fused)
+    if isinstance(kernel, narrow.Codes):
+        y, after = narrow.multiply(rows, kernel, **fused), ()
+    else:
+        matrix = kernel.reshape(rows.shape[1], -1)
+        y = few_rows_matmul(rows, matrix, early=True, **fused)
+        after = kernel.shape[num_contracted:]
     if residual is not None:
         return y.reshape(residual.shape)
-    after = kernel.shape[num_contracted:]
     return y.reshape(*before, *(after if y.shape[1] == math.prod(after) else (-1,)))
 
 
-def check_device(device: Device) -> None:
-    """Refuses NVIDIA GPUs older than Ada and logs where float8 is emulated."""
+def check_device(device: Device, field: str = "precision.matmul_dtype") -> None:
+    """Refuses NVIDIA GPUs older than Ada and logs where float8 is emulated.
+
+    `field` names the setting that asks for float8.
+    """
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
         _log_emulation(device.platform)
         return
@@ -78,7 +86,7 @@ def check_device(device: Device) -> None:
     if tuple(map(int, version.split("."))) < (8, 9):
         problem = f"needs compute capability 8.9 and this GPU has {version}"
         remedy = "use 'compute'"
-        raise ConfigError(Problem("precision.matmul_dtype", "float8", problem, remedy))
+        raise ConfigError(Problem(field, "float8", problem, remedy))
 
 
 def _dot_forward(num_contracted, num_batch_shards, x, kernel):

@@ -46,6 +46,7 @@ def paged_attention(
     Args:
         q: [C, T, H, D] queries of T tokens of each chunk.
         keys: [N, KV, page size, D] keys of all rows, in pages; H is a multiple of KV.
+            Keys and values may be in float8, which is read in the dtype of `q`.
         values: [N, KV, page size, Dv] values, in the pages of the keys.
         pages: int32[C, P], pages of the row of each chunk, in order; behind the end of
             the row any page.

@@ -1,5 +1,7 @@
 """Writes of keys or values to the pages of a cache."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -14,7 +16,8 @@ def write_pages(
 
     Args:
         pool: [N, KV, page size, D] keys or values of all rows.
-        new: [C, T, KV, D] keys or values of chunks, cast to the dtype of the pool.
+        new: [C, T, KV, D] keys or values of chunks, cast to the dtype of the pool. In
+            float8_e4m3fn, magnitudes beyond 448, the largest, become 448.
         pages: int32[C, P], pages of the row of each chunk, in order. Page 0 belongs to
             no row.
         starts: int32[C], position of the first token of each chunk in the row.
@@ -43,11 +46,20 @@ def write_pages(
     return lax.scatter(
         pool,
         jnp.broadcast_to(places, (*new.shape[:3], 2)),
-        new.astype(pool.dtype),
+        _cast(new, pool.dtype),
         _PER_HEAD,
         unique_indices=True,
         mode="drop",
     )
+
+
+def _cast(new: Array, dtype: Any) -> Array:
+    """Casts numbers to the dtype of a pool; without infinities, large ones saturate."""
+    limits = jnp.finfo(dtype)
+    if limits.bits == 8:
+        largest = limits.max.astype(new.dtype)
+        new = jnp.clip(new, -largest, largest)
+    return new.astype(dtype)
 
 
 _PER_HEAD = lax.ScatterDimensionNumbers(

@@ -66,7 +66,9 @@ def paged_attention(
         """Returns the keys or values of some pages, [C, KV, keys, channels]."""
         chosen = lax.dynamic_slice_in_dim(pages, number * step, step, axis=1)
         found = jnp.take(pool, chosen, axis=0, mode="clip").swapaxes(1, 2)
-        return found.reshape(chunks, num_heads, step * page_size, pool.shape[-1])
+        shape = chunks, num_heads, step * page_size, pool.shape[-1]
+        # A cache in float8 is read in the dtype of the queries.
+        return found.reshape(shape).astype(q.dtype)
 
     def update(number, state):
         """Adds some pages to the running softmax."""

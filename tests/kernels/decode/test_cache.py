@@ -40,6 +40,17 @@ def test_tokens_that_count_are_written_where_they_belong(dtype):
     np.testing.assert_array_equal(found, expected)
 
 
+def test_large_numbers_saturate_in_float8():
+    """Fails if a key beyond the largest number of a dtype becomes NaN."""
+    pool, new, *places = make_writes()
+    new[0, :3, 0, 0] = 1e6, -1e6, 449
+    pool = jnp.asarray(pool, jnp.float8_e4m3fn)
+    found = jax.jit(write_pages)(pool, new, *places)
+    saturated = np.asarray(new.clip(-448, 448), jnp.float8_e4m3fn)
+    expected = write(np.asarray(pool), saturated, *places)
+    np.testing.assert_array_equal(np.float32(found), np.float32(expected))
+
+
 def compile_write(shardings):
     arrays = [
         jax.device_put(x, sharding)

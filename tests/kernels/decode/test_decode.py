@@ -44,6 +44,15 @@ def test_reference_is_attention_over_the_keys_of_the_row(case, settings):
     assert not found[~counted].any()
 
 
+def test_a_cache_in_float8_is_read_in_the_dtype_of_queries():
+    """Fails if scores, or products with values, have the bits of the cache."""
+    q, keys, values, *places = make_case([20, 3], [1, 1])
+    narrow = [jnp.asarray(x, jnp.float8_e4m3fn) for x in (keys, values)]
+    found = paged_attention(q, *narrow, *places)
+    expected = attend(q, *map(np.float32, narrow), *places)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
 def test_values_are_the_first_channels_of_the_keys():
     q, keys, _, *places = make_case([20], [1], heads=3, num_heads=1, size=24)
     found = paged_attention(q, keys, keys, *places, value_size=16)
@@ -135,6 +144,11 @@ REFUSED = {
         {},
         "it needs bfloat16 or float16 and the arrays are float32; cast them",
     ),
+    "a cache in float8": (
+        dict(dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn),
+        "it needs bfloat16 or float16 and the arrays are bfloat16, float8_e4m3fn; cast "
+        "them",
+    ),
     "heads of 96 channels": (
         dict(size=96, dtype=jnp.bfloat16),
         "it needs keys and values of 64, 128, 256 channels, not 96 and 96; pad the "
@@ -157,8 +171,10 @@ REFUSED = {
 def test_what_the_kernel_refuses(on_hopper, case, message):
     case = dict(case)
     dtype = case.pop("dtype", jnp.float32)
+    cache_dtype = case.pop("cache_dtype", dtype)
     *arrays, pages, starts, counts = make_case([3], [1], **case)
-    arrays = [jnp.asarray(x, dtype) for x in arrays]
+    q, *cache = arrays
+    arrays = [jnp.asarray(q, dtype), *(jnp.asarray(x, cache_dtype) for x in cache)]
     with value_error(
         f"implementation=mosaic_gpu cannot run: {message}, or use "
         "implementation='reference'"

@@ -125,6 +125,9 @@ UNSUPPORTED = {
     "it needs groups of 64 or 128 inputs, not 32; quantise again": dict(
         depth=128, codes=jnp.int8, group=32
     ),
+    "it needs weights of 16 bits or integers, not float8; quantise again": dict(
+        codes=jnp.float8_e4m3fn, group=64
+    ),
 }
 
 
@@ -204,10 +207,34 @@ def test_scales_that_do_not_fit_are_refused():
     with value_error("scales.shape=(6,) does not have 2 dims; give [K / group, M]"):
         few_rows_matmul(x, codes, scales=jnp.ones(6))
     with value_error(
-        "weights.dtype=float32 is not of codes; use int8 or int4\n"
+        "weights.dtype=float32 is not of codes; use int8 or int4 or float8_e4m3fn\n"
         "scales.dtype=int32 is not of floats; cast them"
     ):
         few_rows_matmul(x, jnp.ones((6, 8)), scales=jnp.ones((2, 6), jnp.int32))
+
+
+def test_codes_of_float8_have_one_scale_for_a_column():
+    x, codes = jnp.ones((2, 8)), jnp.ones((6, 8), jnp.float8_e4m3fn)
+    with value_error("scales.shape=(2, 6) has several groups, of float8; give (1, 6)"):
+        few_rows_matmul(x, codes, scales=jnp.ones((2, 6)))
+
+
+def test_rows_of_float8_have_a_scale_each():
+    """Fails if a loud row takes the bits of the others, or a row is not rounded."""
+    rng = np.random.default_rng(0)
+    codes = jnp.asarray(rng.normal(size=(6, 8)), jnp.float8_e4m3fn)
+    x, scales = (
+        np.float32(rng.normal(size=(3, 8))),
+        np.float32(rng.uniform(size=(1, 6))),
+    )
+    x *= np.float32([[1e-6], [1], [1e6]])
+    found = few_rows_matmul(jnp.asarray(x), codes, scales=scales)
+    largest = np.abs(x).max(axis=1, keepdims=True) / np.float32(448)
+    rows = np.float32(np.asarray(x / largest, jnp.float8_e4m3fn)) * largest
+    expected = np.float64(rows) @ np.float64(np.float32(codes)).T * scales
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    exact = np.float64(x) @ np.float64(np.float32(codes)).T * scales
+    assert np.abs(found / exact - 1).max() > 1e-3
 
 
 def test_no_device_is_refused():

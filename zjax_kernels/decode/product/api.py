@@ -8,11 +8,12 @@ from jax import Array
 
 from zjax_kernels.decode.product.reference import (
     ACTIVATIONS,
+    FLOAT8,
     Activation,
     Operands,
     Options,
 )
-from zjax_kernels.decode.product.tuning import CHUNK, step_depth
+from zjax_kernels.decode.product.tuning import CHUNK, MAX_ROWS, step_depth
 from zjax_kernels.device import (
     DTYPES,
     choose_implementation,
@@ -22,9 +23,7 @@ from zjax_kernels.device import (
 )
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
-MAX_ROWS = 64
-"""Rows that the kernel takes; with more, a product is not bound by memory."""
-CODES = ("int8", "int4")
+CODES = ("int8", "int4", "float8_e4m3fn")
 """Dtypes of codes."""
 GROUPS = (64, 128)
 """Inputs that share a scale, in the kernel."""
@@ -49,10 +48,11 @@ def few_rows_matmul(
     Args:
         x: [N, K] rows.
         weights: [K, M] matrix in the dtype of `x`; [K, 2 M], gates before values, for
-            an activation with gates. With `scales`, codes transposed: int8 or int4
-            [M, K] or [2 M, K].
+            an activation with gates. With `scales`, codes transposed: int8, int4 or
+            float8_e4m3fn [M, K] or [2 M, K].
         scales: [K / group, M] or [K / group, 2 M] floats, by which the sums of each
-            group of inputs are multiplied, or None.
+            group of inputs are multiplied, or None. Codes of float8 have one group, and
+            rows are rounded to float8, too, each with a scale.
         norm: Scale [K] and number added to the mean square, at least 0, of an RMS norm
             of the rows before the product, or None.
         activation: `gelu` (with tanh), or with gates `swiglu`, `geglu` or
@@ -63,9 +63,9 @@ def few_rows_matmul(
             arrays that no recent operation computes, as parameters of a model are:
             otherwise results are wrong.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, 1 to 64 rows, K and
-            M multiples of 64; for codes bfloat16 rows, K a multiple of 128, for int4 of
-            256, and groups of 64 or 128), `reference` (anywhere, any sharding), or
-            `auto`: `mosaic_gpu` where possible, logged once.
+            M multiples of 64; for codes of integers bfloat16 rows, K a multiple of 128,
+            for int4 of 256, and groups of 64 or 128), `reference` (anywhere, any
+            sharding), or `auto`: `mosaic_gpu` where possible, logged once.
 
     Returns:
         [N, M] in the dtype of `x`, summed in float32. There is no gradient rule.
@@ -102,6 +102,8 @@ def few_rows_matmul(
 def _obstacle(operands: Operands, options: Options) -> tuple[str, str]:
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
     x, weights, scales, *_ = operands
+    if weights.dtype == FLOAT8:
+        return "it needs weights of 16 bits or integers, not float8", "quantise again"
     dtypes = DTYPES if scales is None else DTYPES[:1]
     if x.dtype.name not in dtypes:
         problem = f"it needs {' or '.join(dtypes)} rows and x is {x.dtype.name}"
@@ -166,6 +168,9 @@ def _shape_problems(operands: Operands, options: Options) -> Iterator[str]:
         if outputs != columns or not groups or depth % groups:
             problem = f"does not scale codes of shape {weights.shape}"
             remedy = f"give ({depth} / group, {columns})"
+            yield describe("scales.shape", scales.shape, problem, remedy)
+        elif weights.dtype == FLOAT8 and groups > 1:
+            problem, remedy = "has several groups, of float8", f"give (1, {columns})"
             yield describe("scales.shape", scales.shape, problem, remedy)
 
 

@@ -6,12 +6,16 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from zjax_kernels.grouped.reference import clamped_swiglu
 
 Activation = Literal["", "gelu", "swiglu", "geglu", "clamped_swiglu"]
 ACTIVATIONS = get_args(Activation)
+FLOAT8 = jnp.float8_e4m3fn
+_LARGEST = float(jnp.finfo(FLOAT8).max)
+_MIN_FLOAT8_ROWS = 16
+"""Rows of a product of float8; a single row is no matrix product to XLA."""
 
 
 class Operands(NamedTuple):
@@ -79,6 +83,8 @@ def few_rows_matmul(operands: Operands, options: Options) -> Array:
         x = (wide * norm.astype(jnp.float32)[None]).astype(x.dtype)
     if scales is None:
         total = jnp.matmul(x, weights, preferred_element_type=jnp.float32)
+    elif weights.dtype == FLOAT8:
+        total = _multiply_float8(x, weights, scales)
     else:
         total = _multiply_codes(x, weights, scales)
     total = options.activate(*jnp.split(total, options.num_parts, axis=1))
@@ -93,3 +99,19 @@ def _multiply_codes(x: Array, codes: Array, scales: Array) -> Array:
     codes = codes.astype(x.dtype).reshape(len(codes), *x.shape[1:])
     sums = jnp.einsum("ngk,mgk->ngm", x, codes, preferred_element_type=jnp.float32)
     return (sums * scales.astype(jnp.float32)[None]).sum(axis=1)
+
+
+def _multiply_float8(x: Array, codes: Array, scales: Array) -> Array:
+    """Rounds each row to float8 multiples of a scale, and multiplies: float32[N, M]."""
+    wide = x.astype(jnp.float32)
+    largest = jnp.abs(wide).max(axis=1, keepdims=True)
+    row_scales = jnp.maximum(largest / _LARGEST, jnp.finfo(jnp.float32).tiny)
+    rows = (wide / row_scales).astype(codes.dtype)
+    missing = max(0, _MIN_FLOAT8_ROWS - len(x))
+    rows = jnp.pad(rows, [(0, missing), (0, 0)])
+    # In the dtype of `x`, as products in float8 of a training step are.
+    total = lax.dot_general(
+        rows, codes, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype
+    )
+    total = total[: len(x)].astype(jnp.float32)
+    return total * row_scales * scales.astype(jnp.float32)

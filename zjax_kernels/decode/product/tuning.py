@@ -7,6 +7,14 @@ import jax.numpy as jnp
 
 from zjax_kernels.device import NUM_SMS
 
+MAX_ROWS = 64
+"""Rows that the kernel takes; with more, a product is not bound by memory."""
+CODE_ROWS = {"int8": 128, "int4": 256}
+"""Rows up to which codes are multiplied as they are, in pieces of `MAX_ROWS`.
+
+Each piece reads all codes again, so that codes of b bits move no more bytes than 16-bit
+weights up to `MAX_ROWS * 16 / b` rows. These numbers are that bound, not measured.
+"""
 CHUNK = 64
 """Channels of 128 bytes, the width of the swizzle."""
 STEP_BYTES = 128

@@ -1,0 +1,117 @@
+"""Matrices as codes of 8 or 4 bits with scales, for products that train nothing."""
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from zjax_kernels import few_rows_matmul
+from zjax_kernels.decode.product.tuning import CODE_ROWS, MAX_ROWS
+
+WeightDtype = Literal["compute", "int8", "int4", "float8"]
+"""How matrices are stored; `compute` is the dtype of the rows."""
+WEIGHT_DTYPES: tuple[WeightDtype, ...] = get_args(WeightDtype)
+_DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "float8": jnp.float8_e4m3fn}
+_GROUP = 128
+"""Most inputs that share a scale of int4, as in AWQ and GPTQ."""
+
+
+class Codes(NamedTuple):
+    """A matrix [K, M] of codes times scales, in the layout of `few_rows_matmul`."""
+
+    codes: Shaped[Array, "M K"]
+    """int8, int4 or float8_e4m3fn."""
+    scales: Float[Array, "groups M"]
+    """Scale of each group of inputs of a column. A column of int8 has one scale, which
+    all groups repeat, as the kernel takes scales of groups."""
+
+    @property
+    def by_column(self) -> Float[Array, "1 M"] | None:
+        """Scale of each column; None if groups have other scales."""
+        return None if self.codes.dtype == jnp.int4 else self.scales[:1]
+
+
+def quantize(kernel: Float[Array, "K M"], weight_dtype: WeightDtype) -> Codes:
+    """Rounds a matrix to the nearest codes; the largest value maps to the last code.
+
+    int8 and float8 have a scale for each column, int4 for each group of up to 128
+    inputs. Scales are in the dtype of the matrix.
+
+    Example:
+        >>> found = quantize(jnp.array([[127.0, 0.0], [-1.6, 0.5]]), "int8")
+        >>> found.codes.tolist(), found.scales[0].tolist()
+        ([[127, -2], [0, 127]], [1.0, 0.003937007859349251])
+    """
+    dtype, (depth, columns) = jnp.dtype(_DTYPES[weight_dtype]), kernel.shape
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    last = float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
+    group = group_size(depth)
+    shared = group if weight_dtype == "int4" else depth
+    values = kernel.T.astype(jnp.float32).reshape(columns, -1, shared)
+    largest = jnp.abs(values).max(axis=2)
+    # A column of zeros would divide 0 by 0.
+    scales = jnp.maximum(largest / last, jnp.finfo(kernel.dtype).tiny)
+    # Codes are those of the rounded scales.
+    scales = scales.astype(kernel.dtype)
+    values /= scales.astype(jnp.float32)[..., None]
+    values = jnp.clip(jnp.round(values) if is_integer else values, -last, last)
+    scales = scales.T
+    if weight_dtype == "int8":
+        scales = jnp.repeat(scales, depth // group, axis=0)
+    return Codes(values.astype(dtype).reshape(columns, depth), scales)
+
+
+def group_size(depth: int) -> int:
+    """Returns the largest number up to 128 that divides the inputs of a matrix.
+
+    Example:
+        >>> [group_size(depth) for depth in (4_096, 192, 80, 23)]
+        [128, 96, 80, 23]
+    """
+    return max(n for n in range(1, min(depth, _GROUP) + 1) if depth % n == 0)
+
+
+def dequantize(matrix: Codes) -> Float[Array, "K M"]:
+    """Multiplies codes by scales, in the dtype of the scales."""
+    codes, scales = matrix.codes, matrix.scales
+    grouped = codes.reshape(len(codes), len(scales), -1).astype(scales.dtype)
+    return (grouped * scales.T[..., None]).reshape(codes.shape).T
+
+
+def multiply(
+    x: Float[Array, "N K"],
+    matrix: Codes,
+    *,
+    residual: Float[Array, "N M"] | None = None,
+    **fused: Any,
+) -> Float[Array, "N M"]:
+    """Multiplies rows by codes; `fused` is as of `few_rows_matmul`.
+
+    Codes and scales are parameters of the program: the GPU reads them early.
+    Few rows (`CODE_ROWS`) stream the codes through the kernel, in pieces of `MAX_ROWS`:
+    time is that of reading them. More rows take one product of 16-bit numbers. XLA
+    widens the codes of int8 inside of the product, or before it if that is faster, and
+    scales the columns behind it; groups of int4 are scaled before. Codes of float8
+    always meet rows in float8, in one product at twice the speed of 16 bits.
+    """
+    codes, scales = matrix.codes, matrix.scales
+    if len(x) <= CODE_ROWS.get(codes.dtype.name, 0):
+        pieces = []
+        for start in range(0, len(x), MAX_ROWS):
+            rows = slice(start, start + MAX_ROWS)
+            added = None if residual is None else residual[rows]
+            given = fused | {"scales": scales, "residual": added, "early": True}
+            pieces.append(few_rows_matmul(x[rows], codes, **given))
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+    fused |= {"residual": residual, "implementation": "reference"}
+    if matrix.by_column is not None:
+        return few_rows_matmul(x, codes, scales=matrix.by_column, **fused)
+    return few_rows_matmul(x, dequantize(matrix), **fused)
+
+
+def describe_products(weight_dtype: WeightDtype) -> str:
+    """Describes which products a pass takes, by the number of tokens that it reads."""
+    dtype = jnp.dtype(_DTYPES[weight_dtype])
+    if (most := CODE_ROWS.get(dtype.name)) is None:
+        return "products of all passes are in float8"
+    return f"passes of up to {most} tokens multiply codes, others 16-bit numbers"
