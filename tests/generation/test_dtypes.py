@@ -227,12 +227,12 @@ def test_matrices_that_devices_split_are_refused():
     )
 
 
-def test_offloaded_blocks_are_refused():
+def test_models_that_store_no_cut_blocks_are_refused():
     problems = dtype_problems(object(), Dtypes("int8", "float8"))
-    problem = "does not go with blocks that are stored off the devices; use 'compute', "
+    problem = "goes with the built-in decoder, stored on the devices; use 'compute'"
     assert [*map(str, problems)] == [
-        f"weight_dtype='int8' {problem}or do not offload",
-        f"cache_dtype='float8' {problem}or do not offload",
+        f"weight_dtype='int8' {problem}",
+        f"cache_dtype='float8' {problem}",
     ]
 
 

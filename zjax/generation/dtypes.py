@@ -38,8 +38,8 @@ def dtype_problems(decoder: Any, dtypes: Dtypes) -> Iterator[Problem]:
             problem, remedy = f"is none of {', '.join(values)}", "use 'compute'"
             yield Problem(field, value, problem, remedy)
         elif value != "compute" and not isinstance(decoder, Decoder):
-            problem = "does not go with blocks that are stored off the devices"
-            yield Problem(field, value, problem, "use 'compute', or do not offload")
+            problem = "goes with the built-in decoder, stored on the devices"
+            yield Problem(field, value, problem, "use 'compute'")
     if dtypes.weights not in WEIGHT_DTYPES[1:] or not isinstance(decoder, Decoder):
         return
     yield from code_problems(decoder, dtypes.weights)

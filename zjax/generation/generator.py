@@ -14,8 +14,8 @@ from zjax.errors import ConfigError, Problem
 from zjax.generation.dtypes import CacheDtype, Dtypes, dtype_problems
 from zjax.generation.engine import Engine, Request
 from zjax.generation.generate import StoredDecoder, make_engine, stored
-from zjax.generation.loading import open_decoder
-from zjax.generation.lockstep import Lockstep, agreed, least, stream_problems
+from zjax.generation.loading import LogitsFn, open_decoder
+from zjax.generation.lockstep import Lockstep, agreed, stream_problems
 from zjax.generation.prompts import (
     longest_text,
     model_problems,
@@ -69,12 +69,17 @@ class Generator:
     come (`submit`, `stream`) are refused.
 
     Args:
-        source: Directory of a Hugging Face checkpoint, a `zjax.Run` of the built-in
-            decoder, or a `Decoder` with weights in the dtype to compute in.
+        source: Directory of a Hugging Face checkpoint, a `zjax.Run`, or a `Decoder`
+            with weights in the dtype to compute in. A run of another model than the
+            built-in decoder reads the whole text again for each token.
         state: State of the run; not consumed.
+        logits_fn: Function `logits_fn(model, tokens) -> logits` of a causal model of
+            yours, which `run.bind` binds: from int32[B, L] to [B, L, V], the logits of
+            the next token at every place. None calls `model(tokens)`.
         prompts: Tokenizer and chat template of a `Decoder`; None takes and gives ids.
         max_rows: Most texts that are written at once, 1 to 256.
-        max_length: Most tokens of a prompt with a text; 0 is what the model allows.
+        max_length: Most tokens of a prompt with a text; 0 is what the model allows,
+            which is not known of a model of yours.
         num_pages: Pages of 64 tokens for the keys of all texts; 0 fills the memory that
             the devices have left.
         weight_dtype: Codes of the matrices of blocks, made on the devices: `int8`,
@@ -105,6 +110,7 @@ class Generator:
         source: Any,
         state: Any = None,
         *,
+        logits_fn: LogitsFn | None = None,
         prompts: Prompts | None = None,
         max_rows: int = 64,
         max_length: int = 0,
@@ -112,7 +118,7 @@ class Generator:
         weight_dtype: WeightDtype = "compute",
         cache_dtype: CacheDtype = "compute",
     ):
-        opened = open_decoder(source, state, prompts)
+        opened = open_decoder(source, state, prompts, logits_fn, max_length)
         self.config, self._prompts = opened.decoder.config, opened.prompts
         problems = [
             *model_problems(self.config),
@@ -142,7 +148,7 @@ class Generator:
         """Makes the engine, with as many pages as fit."""
         if not num_pages:
             each = decoder.page_bytes(PAGE_SIZE)
-            num_pages = least(count_pages(each, max_rows, self.max_length))
+            num_pages = count_pages(each, max_rows, self.max_length)
         sizes = sizes_of(max_rows)
         return make_engine(decoder, sizes, self.max_length, num_pages, self._end_ids)
 

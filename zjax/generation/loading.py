@@ -15,12 +15,15 @@ from zjax.data.tokenizer import load_tokenizer
 from zjax.data.tokenizer_files import TOKENIZER_NAME
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
+from zjax.generation.recomputed import Recomputed
 from zjax.models.build import make_model
 from zjax.models.stack import Decoder
+from zjax.models.submodel import names_only
 from zjax.optim.build import make_optimizer
 from zjax.settings.schema import Config
 from zjax.sharding.mesh import make_mesh
 from zjax.sharding.plan import make_plan
+from zjax.typing import Model
 from zjax.weights import huggingface
 
 
@@ -35,14 +38,30 @@ class Opened(NamedTuple):
     """Context of the passes: the mesh in use."""
 
 
-def open_decoder(source: Any, state: Any, prompts: Prompts | None) -> Opened:
+LogitsFn = Callable[[Any, jax.Array], jax.Array]
+"""`logits_fn(model, tokens int32[B, L]) -> logits [B, L, V]` of a causal model."""
+
+
+def open_decoder(
+    source: Any,
+    state: Any,
+    prompts: Prompts | None,
+    logits_fn: LogitsFn | None = None,
+    max_length: int = 0,
+) -> Opened:
     """Opens what `zjax.Generator` takes."""
+    is_run = hasattr(source, "decoder")
+    if is_run and state is None:
+        problem, remedy = "is missing", "give run.state, or a later one"
+        raise ConfigError(Problem("state", None, problem, remedy))
+    if is_run and not continues_text(source.model):
+        return _open_recomputed(source, state, prompts, logits_fn, max_length)
+    if logits_fn is not None:
+        problem = "is not read: the built-in decoder has logits of its own"
+        raise ConfigError(Problem("logits_fn", "given", problem, "leave it out"))
     if isinstance(source, str | os.PathLike):
         return open_huggingface(os.fspath(source))
-    if hasattr(source, "decoder"):
-        if state is None:
-            problem, remedy = "is missing", "give run.state, or a later one"
-            raise ConfigError(Problem("state", None, problem, remedy))
+    if is_run:
         decoder, config = source.decoder(state), source.config
         prompts = prompts or make_prompts(config.data, config.model.vocab_size)
         return Opened(decoder, prompts, functools.partial(jax.set_mesh, source.mesh))
@@ -51,6 +70,41 @@ def open_decoder(source: Any, state: Any, prompts: Prompts | None) -> Opened:
         name = type(source).__name__
         raise ConfigError(Problem("source", name, "writes no text", remedy))
     return Opened(source, prompts, contextlib.nullcontext)
+
+
+def continues_text(model: Model) -> bool:
+    """Whether a model continues text from stored keys."""
+    return model.stack is not None and model.stack.continuation is not None
+
+
+def _open_recomputed(
+    run: Any,
+    state: Any,
+    prompts: Prompts | None,
+    logits_fn: LogitsFn | None,
+    max_length: int,
+) -> Opened:
+    """Opens a model of the user, which reads the whole text for each token."""
+    if max_length < _SHORTEST_TEXT:
+        problem = "is no length of texts that your model reads"
+        remedy = "give the most tokens of a prompt with a text, 2 or more"
+        raise ConfigError(Problem("max_length", max_length, problem, remedy))
+    model, name = run.model, getattr(logits_fn, "__name__", None)
+
+    def score(weights: Any, tokens: jax.Array) -> jax.Array:
+        with names_only():
+            bound = model.bind(*weights)
+            return bound(tokens) if logits_fn is None else logits_fn(bound, tokens)
+
+    context = functools.partial(jax.set_mesh, run.mesh)
+    with context():
+        weights = run.step.gathered(state), state.model_state
+        decoder = Recomputed(score, weights, max_length, name)
+    return Opened(decoder, prompts, context)
+
+
+_SHORTEST_TEXT = 2
+"""Least tokens of a prompt with a text."""
 
 
 def open_huggingface(directory: str) -> Opened:

@@ -12,8 +12,6 @@ import json
 from collections.abc import Iterable, Iterator
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from zjax.data.prompts import Given
 from zjax.errors import Problem
@@ -74,13 +72,6 @@ def agreed(
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         check_same({"prompts": digest} | dataclasses.asdict(sampling))
         yield from block
-
-
-def least(number: int) -> int:
-    """Returns the least of the numbers of all processes."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.process_allgather(np.int64(number)).min())
 
 
 def stream_problems() -> Iterator[Problem]:

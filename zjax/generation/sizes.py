@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from zjax.errors import ConfigError, Problem
 from zjax.generation.plan import Size
@@ -58,11 +60,13 @@ def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
     """
     row_pages = -(-max_length // PAGE_SIZE)
     most = 1 + max_rows * row_pages
+    if not page_bytes:  # nothing is stored
+        return most
     free = [_free_bytes(device) for device in jax.local_devices()]
     known = [number for number in free if number is not None]
     if not known:
         return min(most, 1 + max_rows * min(row_pages, _ROW_TOKENS // PAGE_SIZE))
-    number = fit_pages(min(known), page_bytes)
+    number = least(fit_pages(min(known), page_bytes))
     if number < 1 + row_pages:
         problem = f"leaves room for {max(number - 1, 0) * PAGE_SIZE} tokens"
         remedy = "free memory, use a smaller max_length, or offload the model"
@@ -76,7 +80,8 @@ def has_room(num_bytes: int) -> bool:
     Weights are there twice for a moment, as blocks are cut out of stacks.
     """
     free = [_free_bytes(device) for device in jax.local_devices()]
-    return all(number is None or 2 * num_bytes <= _SHARE * number for number in free)
+    known = [number for number in free if number is not None]
+    return least(all(2 * num_bytes <= _SHARE * number for number in known)) == 1
 
 
 def pages_of(num_rows: int, num_tokens: int) -> int:
@@ -94,6 +99,13 @@ def pages_of(num_rows: int, num_tokens: int) -> int:
 def fit_pages(free_bytes: int | float, page_bytes: int) -> int:
     """Counts the pages that take the free memory of a device."""
     return int(_SHARE * free_bytes) // page_bytes
+
+
+def least(number: int) -> int:
+    """Returns the least of the numbers of all processes."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.process_allgather(np.int64(number)).min())
 
 
 def _free_bytes(device: Any) -> int | None:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, Problem
 from zjax.generation.generate import generate
+from zjax.generation.loading import continues_text
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.optim.build import make_optimizer
 from zjax.optim.groups import named_params
@@ -130,8 +131,10 @@ class Run:
         Raises:
             ConfigError: The model is not the built-in decoder.
         """
-        if self.model.stack is None or self.model.stack.continuation is None:
-            problem, remedy = "writes no text", "use the built-in decoder"
+        if not continues_text(self.model):
+            problem = "keeps no keys to continue text from"
+            remedy = "use zjax.Generator(run, state, max_length=...), which reads the "
+            remedy += "whole text for each token, or the built-in decoder"
             raise ConfigError(Problem("model", "given", problem, remedy))
         return self.step.decoder(state)
 

@@ -119,15 +119,17 @@ class Weights:
         """Returns the module with the weights of a state, in evaluation mode."""
         return self._model.bind(self(state), state.model_state)
 
-    def decoder(self, state: TrainState) -> Any:
-        """Returns the module with weights gathered over the ZeRO axes, to write text.
+    def gathered(self, state: TrainState) -> Params:
+        """Returns parameters gathered over the ZeRO axes, to write text.
 
         Gathered once: each token would gather the weights again.
         """
         params = self(state)
-        if self._plan.splits.compute:
-            params = self._gather(params)
-        return self._model.bind(params, state.model_state)
+        return self._gather(params) if self._plan.splits.compute else params
+
+    def decoder(self, state: TrainState) -> Any:
+        """Returns the module with weights gathered over the ZeRO axes."""
+        return self._model.bind(self.gathered(state), state.model_state)
 
     def _place(self, row: ArrayPlan) -> jax.sharding.NamedSharding:
         """Sharding of an unpadded parameter; replicated if the storage is padded."""

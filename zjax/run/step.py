@@ -151,6 +151,21 @@ class Step:
         """
         return self.executor.parameters(state)
 
+    def gathered(self, state: TrainState) -> Params:
+        """Returns the parameters gathered over the ZeRO axes, to write text.
+
+        Args:
+            state: Any state of the run, not consumed.
+
+        Returns:
+            Arrays as `parameters` returns, on every device of the ZeRO axes.
+
+        Raises:
+            StateError: The state was consumed before.
+            PlanError: The averaged weights of the optimizer are offloaded.
+        """
+        return self.executor.parameters.gathered(state)
+
     def place_batch(self, batch: Batch) -> Batch:
         """Places a batch on the devices; arrays with the right sharding stay.
 
