@@ -41,9 +41,9 @@ def noted_programs():
     """Yields a list that gets the name of each program that is compiled inside."""
     names = []
 
-    def listen(event, seconds, fun_name="", **_):
+    def listen(event, duration_secs, **about):
         if event == COMPILED:
-            names.append(fun_name)
+            names.append(str(about.get("fun_name")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

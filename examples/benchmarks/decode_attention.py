@@ -200,7 +200,8 @@ def copy_bandwidth() -> float:
 
 def compile_ways(ways, batch, length, failures):
     """Calls of the ways that this JAX and GPU can run."""
-    paged = {kind: make_layers(batch, length, paged=kind) for kind in (True, False)}
+    kinds = {kind for _, kind in ways.values()}
+    paged = {kind: make_layers(batch, length, paged=kind) for kind in kinds}
     calls = {}
     for name, (attend, kind) in ways.items():
         try:

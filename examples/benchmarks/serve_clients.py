@@ -23,7 +23,7 @@ import timing
 
 IDLE_WARM_UPS, IDLE_ROUNDS = 3, 7
 IDLE_TOKENS = 8
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.2
 PAGE_SIZE = 64
 """Tokens of a page of the server's cache."""
 EVENT = b"data: {"
