@@ -19,6 +19,7 @@ from decode_cases import SHAPES, random_prompts
 from decode_ours import RandomDecoder
 
 from zjax.generation.generator import Generator
+from zjax.generation.passes import run_pass, run_steps
 from zjax.generation.sampling import Sampling
 
 SHAPE = dataclasses.replace(SHAPES["8b"], num_layers=48)
@@ -32,7 +33,7 @@ ALL_ROWS = (1, 8, 32, 64)
 LEAST_SECONDS = 1e-3
 """What a clock of the host tells apart."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
-PASSES = "_one_step", "run_steps"
+PASSES = run_pass.__name__, run_steps.__name__
 """Names of the programs of passes; the others set a row, or make pages."""
 
 

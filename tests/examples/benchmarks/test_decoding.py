@@ -174,7 +174,7 @@ def test_no_request_joins_a_batch():
     step, mixed = engine.step, []
 
     def noting():
-        batches = {row.arrival // 2 for row in engine.scheduler.rows.running}
+        batches = {row.arrival // 2 for row in engine.scheduler.slots.running}
         mixed.append(len(batches) > 1)
         return step()
 
