@@ -143,8 +143,8 @@ class Continuation:
 
     embed: Callable[..., Any]
     """`embed(params, batch) -> (carry, context)`: embeds `tokens` [N, 1] at `positions`
-    [N, 1]; `num_tokens` [N] and `num_given` [N] are the tokens of the row, with and
-    without tokens to come."""
+    [N, 1]; `token_mask` [N, 1] is False for padding, `num_tokens` [N] and `num_given`
+    [N] are the tokens of the row, with and without tokens to come."""
     blocks: tuple[Callable[..., Any], ...]
     """For each segment, `block(params, carry, context, attend, caches) -> ((carry,
     tile_input), caches)`: the tokens through a block or, with tiles, through the trunk.

@@ -10,7 +10,15 @@ Example:
     (1, 1024, 4, 64)
 """
 
-from zjax_kernels.decode import few_rows_matmul, paged_attention, write_pages
+from zjax_kernels.decode import (
+    Choice,
+    choose_experts,
+    few_rows_experts,
+    few_rows_matmul,
+    lay_router,
+    paged_attention,
+    write_pages,
+)
 from zjax_kernels.grouped import (
     copy_rows,
     grouped_activation,
@@ -51,6 +59,7 @@ __all__ = [
     "BSLongformer",
     "BigBird",
     "BlockLayout",
+    "Choice",
     "Custom",
     "Dense",
     "Fixed",
@@ -60,15 +69,18 @@ __all__ = [
     "SequencePlan",
     "SparsityConfig",
     "Variable",
+    "choose_experts",
     "copy_rows",
     "dequantise_blocks",
     "draw_layout",
+    "few_rows_experts",
     "few_rows_matmul",
     "grouped_activation",
     "grouped_activation_backward",
     "grouped_matmul",
     "grouped_outer",
     "grouped_sum",
+    "lay_router",
     "layer_norm",
     "limit_window",
     "make_plan",

@@ -35,6 +35,19 @@ FAMILIES = {
     "experts": dataclasses.replace(
         LLAMA, moe=schema.TokenChoice(num_experts=4, top_k=2, num_shared=1)
     ),
+    "experts alone": dataclasses.replace(
+        LLAMA,
+        moe=schema.TokenChoice(num_experts=6, top_k=3, expert_size=12, normalise=False),
+    ),
+    "groups of experts": dataclasses.replace(
+        LLAMA,
+        moe=schema.TokenChoice(
+            num_experts=8, top_k=2, num_groups=4, top_groups=2, scores="sigmoid"
+        ),
+    ),
+    "experts with biases": dataclasses.replace(
+        language.GPT, moe=schema.TokenChoice(num_experts=4, top_k=2)
+    ),
     "tiles": dataclasses.replace(language.GPT, mlp_tiles=2),
     "a layer without rotation": dataclasses.replace(
         LLAMA, positions=schema.Rotary(unrotated_every=2)
@@ -113,9 +126,10 @@ def test_texts_do_not_depend_on_neighbours_chunks_pages_or_hits(config):
         "mesh.data=4 mesh.tensor=2",
         "zero.stage=3 mesh.data=8",
         features.EXPERTS + "mesh.data=4 mesh.expert=2",
+        features.EXPERTS + "mesh.data=4 mesh.tensor=2",
         features.HOST + "zero.stage=2 mesh.data=8",
     ],
-    ids=["tensor", "stage 3", "experts", "host"],
+    ids=["tensor", "stage 3", "experts", "experts and tensor", "host"],
 )
 def test_texts_do_not_depend_on_the_mesh(settings):
     """Fails if a split of heads, experts or weights changes a text."""

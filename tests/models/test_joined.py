@@ -1,13 +1,21 @@
 """Blocks for few rows read their weights in four products."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
+import pytest
 
 from tests.support import language
+from tests.support.lowering import num_kernels
+from zjax.generation.chunks import Chunks
 from zjax.generation.passes import Reader
 from zjax.models import lora
 from zjax.models.continuation import params_of
+from zjax.moe import few_rows
 from zjax.ops import matmul
 from zjax.settings import schema
+from zjax_kernels import device
 
 
 def products_of(config, monkeypatch):
@@ -17,6 +25,7 @@ def products_of(config, monkeypatch):
     real = matmul.few_rows_matmul
 
     def watched(x, weights, **fused):
+        fused.pop("early")
         names = {name for name, value in fused.items() if value not in (None, "")}
         found.append((weights.shape, names))
         return real(x, weights, **fused)
@@ -54,3 +63,70 @@ def test_adapters_keep_matrices_apart():
     reader = Reader.of(model)
     layer = reader.cut(params_of(model)).blocks[0]
     assert {"kernel", "lora"} <= set(layer["attention"]["query"])
+
+
+MIXTURE = dataclasses.replace(
+    language.LLAMA,
+    embed_size=64,
+    head_size=64,
+    moe=schema.TokenChoice(num_experts=8, top_k=2, expert_size=64),
+)
+
+
+def decoding(config, num_rows):
+    """A pass that reads a token of each row, and shapes of the arrays."""
+    reader = Reader.of(language.make_language_model(config))
+    params = params_of(language.make_language_model(config))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    weights = jax.eval_shape(reader.cut, params)
+    numbers = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+
+    def attend(parts, cache, how, q, k, v, new):
+        return q, cache
+
+    def run(weights, numbers):
+        grid = numbers[:, None]
+        part = Chunks(grid, numbers, numbers, grid, numbers, numbers)
+        empty = tuple((None,) for _ in weights.blocks)
+        return reader.read(weights, empty, (part,), attend)[0]
+
+    return run, weights, numbers
+
+
+def test_few_tokens_are_not_sorted_by_expert(monkeypatch):
+    """Fails if decoding runs the path of training, or a prompt the path of decoding."""
+    found, real = [], few_rows.few_rows_experts
+
+    def watched(x, *arrays, **settings):
+        found.append((x.shape, {key for key, x in settings.items() if x is not None}))
+        return real(x, *arrays, **settings)
+
+    monkeypatch.setattr(few_rows, "few_rows_experts", watched)
+    program = str(jax.make_jaxpr(decoding(MIXTURE, 4)[0])(*decoding(MIXTURE, 4)[1:]))
+    assert "sort[" not in program and "ragged" not in program
+    assert found[0] == ((4, 64), {"norm", "residual", "activation", "early"})
+    found.clear()
+    run, *arrays = decoding(MIXTURE, 65)
+    assert "sort[" in str(jax.make_jaxpr(run)(*arrays)) and not found
+
+
+def test_shared_experts_keep_norm_and_residual(monkeypatch):
+    """Fails if the shared feed-forward is left out, or reads tokens without norm."""
+    found, real = [], few_rows.few_rows_experts
+
+    def watched(x, *arrays, **settings):
+        found.append({key for key, x in settings.items() if x is not None})
+        return real(x, *arrays, **settings)
+
+    monkeypatch.setattr(few_rows, "few_rows_experts", watched)
+    moe = dataclasses.replace(MIXTURE.moe, num_shared=1)
+    run, *arrays = decoding(dataclasses.replace(MIXTURE, moe=moe), 4)
+    jax.eval_shape(run, *arrays)
+    assert found[0] == {"activation", "early"}
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_a_mixture_is_three_kernels(monkeypatch, num_rows):
+    """Router, and the products before and behind the activation; attention is two."""
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    assert num_kernels(*decoding(MIXTURE, num_rows)) == 2 + 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -53,12 +53,17 @@ def batch_of(parts: Sequence[Chunks]) -> dict[str, Any]:
         last = jnp.maximum(chunks.counts - 1, 0)
         return chunks.starts[:, None] + jnp.minimum(places, last[:, None])
 
+    def mask(chunks: Chunks) -> Bool[Array, "C T"]:
+        places = jnp.arange(chunks.shape[1], dtype=jnp.int32)[None]
+        return places < chunks.counts[:, None]
+
     def join(values: Sequence[jax.Array]) -> jax.Array:
         return jnp.concatenate([x.reshape(-1) for x in values])
 
     return {
         "tokens": join([x.tokens for x in parts])[:, None],
         "positions": join([positions(x) for x in parts])[:, None],
+        "token_mask": join([mask(x) for x in parts])[:, None],
         "num_tokens": join([x.per_token(x.num_tokens) for x in parts]),
         "num_given": join([x.per_token(x.num_given) for x in parts]),
     }

@@ -104,13 +104,13 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Transforms the stream with a given attention; returns stream and cache.
 
-        Only the rotation of the context is read. Experts drop no tokens, so that the
-        text of a row does not depend on other rows.
+        Only rotation and token mask of the context are read. Experts drop no tokens, so
+        that the text of a row does not depend on other rows.
         """
         x, cache = self._attend(attend, x, context, None)
         y = self._norm_input(self.mlp_norm, x)
         if isinstance(self.mlp, MixtureOfExperts):
-            y, _ = self.mlp(y, drops=False)
+            y, _ = self.mlp(y, context.token_mask, drops=False)
         else:
             y = self.mlp(y)
         return self._add_mlp(x, y, None), cache

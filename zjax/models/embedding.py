@@ -76,6 +76,9 @@ class Context(NamedTuple):
     for 0, 1, ..."""
     trained: Bool[Array, "B L"] | None = None
     """Whether a trained target depends on the token; None for all."""
+    token_mask: Bool[Array, "B L"] | None = None
+    """Whether a token of a pass of generation counts; None for all, or where
+    `segment_ids` or `lengths` tell."""
 
     def take_tokens(self, indices: Int[Array, "B K"]) -> "Context":
         """Selects tokens of each row, at ascending indices."""
@@ -139,8 +142,9 @@ class Embedding(nnx.Module):
         """Embeds batch["tokens"], and prepares the context of the blocks.
 
         Besides the arrays of a loss, `num_tokens` int32[B] is the length of a text that
-        is being written, `num_given` int32[B] the length of the prompt, and `schedule`
-        has float32[] by name. The key is None in evaluation.
+        is being written, `num_given` int32[B] the length of the prompt, `token_mask`
+        bool[B, L] is False for padding of a pass, and `schedule` has float32[] by name.
+        The key is None in evaluation.
         """
         tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
         positions = batch.get("positions")
@@ -182,6 +186,7 @@ class Embedding(nnx.Module):
             make_window(self.config, batch, x),
             None if order is None else jnp.asarray(order),
             jax.tree.map(arrange, trained_tokens(batch, self.config)),
+            batch.get("token_mask"),
         )
         x = layers.dropout(x, self.config, key, self.config.embedding_dropout)
         return tensor.pin_stream(x), context

@@ -3,7 +3,6 @@
 Matrices may become codes on the way.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,10 +13,12 @@ from zjax.errors import Problem
 from zjax.models.block import Block, BlockGroup, layers_of, segments_of
 from zjax.models.feed_forward import FeedForward
 from zjax.models.layers import Attention, Linear, are_joined, join, join_kernels
+from zjax.models.mixture import MixtureOfExperts
 from zjax.models.stack import Decoder
 from zjax.ops.narrow import WeightDtype
 from zjax.parallel import tensor
 from zjax.typing import Params
+from zjax_kernels import lay_router
 
 _GROUPS = (
     ("attention", ("query", "key", "value"), Attention),
@@ -34,7 +35,8 @@ def streaming(
     With `joins`, matrices that read one stream are joined as far as they are plain:
     codes, adapters, float8 and splits over the tensor axis keep them apart. Norms,
     activations and residuals move into the products beside them. With a narrow
-    `weight_dtype`, all matrices of blocks are codes.
+    `weight_dtype`, all matrices of blocks are codes. Kernels for few rows read the
+    experts that are chosen, and norm and residual of experts.
     """
     graph, state = nnx.split(model)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
@@ -48,6 +50,8 @@ def streaming(
                 linear.streams = linear.matmul_dtype == "compute"
             if joins and tensor.num_shares() == 1:
                 _join_groups(layer, weight_dtype)
+            if joins and isinstance(layer.mlp, MixtureOfExperts):
+                _stream_experts(layer, layer.mlp)
             if weight_dtype != "compute":
                 for linear in linears:
                     if linear.kernel is not None:
@@ -61,6 +65,15 @@ def _linears_of(layer: Block) -> Iterator[tuple[tuple[str, ...], Linear]]:
     for path, module in [*nnx.iter_modules(layer)]:
         if isinstance(module, Linear):
             yield tuple(map(str, path)), module
+
+
+def _stream_experts(layer: Block, experts: MixtureOfExperts) -> None:
+    """Lets kernels for few rows read the experts of a layer, and norm and stream."""
+    fuses = tensor.num_shares() == 1
+    experts.stream(fuses=fuses and layer.norm_position == "input")
+    is_input = layer.norm_position in ("input", "both")
+    has_norm = is_input and layer.mlp_norm.kind == "rms_norm"
+    layer.mlp_norm.defers = fuses and has_norm and experts.takes_norm
 
 
 def _join_groups(layer: Block, weight_dtype: WeightDtype) -> None:
@@ -108,18 +121,37 @@ def layer_joiner(
     blocks: Block | BlockGroup, weight_dtype: WeightDtype = "compute"
 ) -> Callable[[Params], Params]:
     """Returns the function from the parameters of a block to those of joined ones."""
-    layers = layers_of(blocks)
-    joined = [[*_groups_of(layer)] for layer in layers]
+    lays = [_layer_joiner(layer, weight_dtype) for layer in layers_of(blocks)]
     if isinstance(blocks, Block):
-        return functools.partial(_join_layer, joined[0], weight_dtype)
+        return lays[0]
 
     def lay(params: Params) -> Params:
-        return params | {
-            f"layer{number}": _join_layer(each, weight_dtype, params[f"layer{number}"])
-            for number, each in enumerate(joined)
-        }
+        names = [f"layer{number}" for number in range(len(lays))]
+        pairs = zip(names, lays, strict=True)
+        return params | {name: each(params[name]) for name, each in pairs}
 
     return lay
+
+
+def _layer_joiner(
+    layer: Block, weight_dtype: WeightDtype
+) -> Callable[[Params], Params]:
+    """Returns the function from the parameters of a layer to those of a joined one."""
+    groups, mlp = [*_groups_of(layer)], layer.mlp
+    has_laid = isinstance(mlp, MixtureOfExperts) and mlp.router.laid is not None
+
+    def lay(params: Params) -> Params:
+        params = _join_layer(groups, weight_dtype, params)
+        return params | {"mlp": _lay_router(params["mlp"])} if has_laid else params
+
+    return lay
+
+
+def _lay_router(params: Any) -> Any:
+    """Lays the matrix of a router for tokens in the dtype of the experts."""
+    router, dtype = dict(params["router"]), params["experts"]["up"]["kernel"].dtype
+    router["laid"] = lay_router(router.pop("kernel"), dtype)
+    return params | {"router": router}
 
 
 def _groups_of(layer: Block) -> Iterator[Group]:

@@ -114,6 +114,12 @@ class Normalized(NamedTuple):
     scale: Array
     eps: float
 
+    def apply(self) -> Float[Array, "B L M"]:
+        """Applies the norm, where the next product does not."""
+        shape, how = self.x.shape, {"eps": self.eps, "implementation": "reference"}
+        rows = self.x.reshape(-1, shape[-1])
+        return norm.rms_norm(rows, self.scale.reshape(-1), **how).reshape(shape)
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:

@@ -5,6 +5,8 @@ arXiv:2401.06066 (shared experts).
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +20,19 @@ from zjax.models.feed_forward import FeedForward
 from zjax.moe import balance
 from zjax.moe.dispatch import Placement
 from zjax.moe.experts import Activation, Experts, apply_experts
+from zjax.moe.few_rows import (
+    MAX_ROWS,
+    chooses_in_kernel,
+    mix_few_rows,
+    router_kernel,
+)
+from zjax.moe.few_rows import Activation as FewRowsActivation
 from zjax.moe.router import Router, RouterArrays, Routing, route, router_logits
 from zjax.ops.keys import fold_in
 from zjax.parallel import tensor
 from zjax.settings import schema
-from zjax.sharding.activations import first_row
+from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import first_row, open_size
 from zjax.typing import Auxiliary
 
 ROUTER_INIT = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
@@ -45,7 +55,8 @@ class RouterMatrix(nnx.Module):
     ):
         key = rngs.params()
         experts: layers.Dims = ((None, num_experts),)
-        self.kernel = layers.make_param(
+        # None where `laid` is in use.
+        self.kernel: Any = layers.make_param(
             (("embed", embed_size), *experts),
             lambda shape: ROUTER_INIT(key, shape),
         )
@@ -54,12 +65,29 @@ class RouterMatrix(nnx.Module):
         self.logit_bias = (
             layers.make_param(experts, jnp.zeros) if moe.router_bias else None
         )
+        self.embed_size, self.num_experts = embed_size, num_experts
+        self.laid: Any = nnx.data(None)  # the kernel for few rows, see `lay`
 
-    def values(self) -> RouterArrays:
-        """Returns the parameters in the form that `mix_tokens` reads."""
+    def lay(self) -> None:
+        """Gives abstract parameters a kernel of `lay_router` in place of `kernel`."""
+        # A placeholder: parameters come when the module is made from its form.
+        self.laid = nnx.data(nnx.Param(jax.ShapeDtypeStruct((), jnp.float32)))
+        self.kernel = nnx.data(None)
+
+    def values(self, *, few_rows: bool = False) -> RouterArrays:
+        """Returns the parameters in the form that `mix_tokens` reads.
+
+        With `few_rows` the kernel is laid for `mix_few_rows`, if it is.
+        """
         bias, logit_bias = self.bias, self.logit_bias
+        if self.laid is None:
+            kernel = self.kernel[...]
+        else:
+            laid = self.laid[...]
+            sizes = self.embed_size, self.num_experts
+            kernel = laid if few_rows else router_kernel(laid, *sizes)
         return RouterArrays(
-            self.kernel[...],
+            kernel,
             None if bias is None else bias[...],
             None if logit_bias is None else logit_bias[...],
         )
@@ -140,22 +168,56 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = linear(1, use_bias=False) if moe.shared_gate else None
         self.residual = feed_forward(size) if residual else None
         self.coefficient = linear(2, use_bias=True) if residual else None
+        self.streams = False
+        """Whether few tokens meet the experts, as in the decoding of text."""
+        self.defers = False
+        """Whether the experts run when they are added to the stream."""
+
+    def stream(self, *, fuses: bool) -> None:
+        """Prepares abstract experts for few tokens of a decoder that writes text.
+
+        With `fuses`, the caller adds the result to the stream, with nothing between.
+        """
+        settings, has_biases = self.settings, self.experts.up.bias is not None
+        # Experts of other devices would need an exchange of tokens.
+        if open_size(meshes.EXPERT) > 1 or has_biases or settings.choice == "experts":
+            return
+        self.streams = True
+        if chooses_in_kernel(settings):
+            self.router.lay()
+        self.defers = fuses and self._has_no_branch
+
+    @property
+    def takes_norm(self) -> bool:
+        """Whether nothing but the router's and the experts' kernels reads tokens."""
+        return self.router.laid is not None and self._has_no_branch
+
+    @property
+    def _has_no_branch(self) -> bool:
+        return self.shared is None and self.residual is None
 
     def __call__(
         self,
-        x: Float[Array, "B L M"],
+        x: Float[Array, "B L M"] | layers.Normalized,
         counts: Bool[Array, "B L"] | None = None,
         key: jax.Array | None = None,
         *,
         trained: Bool[Array, "B L"] | None = None,
         drops: bool = True,
         adapter_dropout: layers.AdapterDropout | None = None,
-    ) -> tuple[Float[Array, "B L M"], Auxiliary]:
+    ) -> tuple[Any, Auxiliary]:
         """Transforms each token; returns outputs, and losses, metrics and load.
 
         `counts` is False for padding, which no expert computes. `trained` is False for
         tokens that losses, metrics and load leave out. A key of None means evaluation.
+        Few tokens have no losses, metrics and load.
         """
+        if self.streams:
+            rows = x.x if isinstance(x, layers.Normalized) else x
+            if rows.size // rows.shape[-1] <= MAX_ROWS:
+                return self._mix_few_rows(x, counts), Auxiliary()
+            x = x.apply() if isinstance(x, layers.Normalized) else x
+        assert not isinstance(x, layers.Normalized)
         settings = self.settings
         if not drops:
             settings = dataclasses.replace(settings, drop="none")
@@ -175,6 +237,25 @@ class MixtureOfExperts(nnx.Module):
             key=key,
         )
         return self._add_branches(x, y, adapter_dropout), auxiliary
+
+    def _mix_few_rows(self, x: Any, counts: jax.Array | None) -> Any:
+        """Transforms few tokens, by kernels that read the chosen experts alone."""
+        activation = self.config.activation
+        assert activation in ("swiglu", "clamped_swiglu", "gelu")
+        norm = None
+        if isinstance(x, layers.Normalized):
+            x, norm = x.x, (x.scale, x.eps)
+        run = functools.partial(
+            mix_few_tokens,
+            x,
+            self.router.values(few_rows=True),
+            self.experts.values(),
+            dataclasses.replace(self.settings, drop="none"),
+            activation=activation,
+            counts=counts,
+            norm=norm,
+        )
+        return Deferred(run) if self.defers else self._add_branches(x, run(), None)
 
     def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
         """Returns each token's experts in evaluation, best first, before any drop."""
@@ -236,6 +317,57 @@ def mix_tokens(
     weights, specs = (router, parts, key), (P(), specs, P())
     y, numbers = tensor.map_tokens(run, x, (counts, trained), weights, specs)
     return y, _auxiliary(numbers, moe)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """Experts that run when they are added to the stream.
+
+    Args:
+        run: Function from `residual`, the stream, to the sum.
+    """
+
+    run: Callable[..., jax.Array]
+
+    def __radd__(self, stream: jax.Array) -> jax.Array:
+        """Adds the outputs of the experts to the stream."""
+        return self.run(residual=stream)
+
+
+def mix_few_tokens(
+    x: Float[Array, "B L M"],
+    router: RouterArrays,
+    experts: Experts,
+    settings: Router,
+    *,
+    activation: FewRowsActivation,
+    counts: Bool[Array, "B L"] | None = None,
+    norm: tuple[jax.Array, float] | None = None,
+    residual: Float[Array, "B L M"] | None = None,
+) -> Float[Array, "B L M"]:
+    """Applies `mix_few_rows` to each device's tokens, with the device's channels."""
+    placement = Placement.of(settings.num_experts, experts.down.shape[1])
+
+    def run(x: jax.Array, masks: Any, weights: Any, shard: Any) -> tuple[Any, Any]:
+        del shard
+        (counts, residual), (router, experts, scale) = masks, weights
+        rows = x.reshape(-1, x.shape[-1])
+        y = mix_few_rows(
+            rows,
+            router,
+            experts.joined(placement),
+            settings,
+            activation=activation,
+            token_mask=None if counts is None else counts.reshape(-1),
+            norm=None if norm is None else (scale, norm[1]),
+            residual=None if residual is None else residual.reshape(rows.shape),
+        )
+        return y.reshape(x.shape), ()
+
+    parts, specs = experts.parted(placement)
+    weights = router, parts, None if norm is None else norm[0]
+    masks = counts, residual
+    return tensor.map_tokens(run, x, masks, weights, (P(), specs, P()))[0]
 
 
 def chosen_experts(

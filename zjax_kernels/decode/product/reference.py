@@ -76,11 +76,7 @@ class Options:
 def few_rows_matmul(operands: Operands, options: Options) -> Array:
     """Multiplies rows by weights, and sums in float32: [N, M]."""
     x, weights, scales, norm, residual = operands
-    if norm is not None:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.square(wide).mean(axis=1, keepdims=True)
-        wide *= jax.lax.rsqrt(mean_square + options.eps)
-        x = (wide * norm.astype(jnp.float32)[None]).astype(x.dtype)
+    x = normalised(x, norm, options.eps)
     if scales is None:
         total = jnp.matmul(x, weights, preferred_element_type=jnp.float32)
     elif weights.dtype == FLOAT8:
@@ -91,6 +87,16 @@ def few_rows_matmul(operands: Operands, options: Options) -> Array:
     if residual is not None:
         total += residual.astype(jnp.float32)
     return total.astype(x.dtype)
+
+
+def normalised(x: Array, norm: Array | None, eps: float) -> Array:
+    """Applies an RMS norm of scale `norm` [K] to rows [N, K]; none without a scale."""
+    if norm is None:
+        return x
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.square(wide).mean(axis=1, keepdims=True)
+    wide *= jax.lax.rsqrt(mean_square + eps)
+    return (wide * norm.astype(jnp.float32)[None]).astype(x.dtype)
 
 
 def _multiply_codes(x: Array, codes: Array, scales: Array) -> Array:

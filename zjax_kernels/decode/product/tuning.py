@@ -73,18 +73,21 @@ def choose(
     parts: int = 1,
     normal: bool = False,
     dtype: Any = jnp.bfloat16,
+    matrices: int = 1,
 ) -> Tuning:
     """Returns the tuning for `rows` of `depth` inputs and `columns` outputs.
 
     Each output is of `parts` columns of the weights, which have a `dtype`; `normal`
-    says whether the rows are normalised.
+    says whether the rows are normalised. One kernel multiplies by all `matrices`.
     """
     has_codes = num_bits(dtype) < 16
     # A program scales all rows for a norm: fewer programs repeat less.
     repeats = normal and rows <= _FEW_ROWS
-    wide = columns % WIDTHS[0] == 0 and (repeats or columns // WIDTHS[0] >= NUM_SMS)
+    fill_wide = matrices * (columns // WIDTHS[0]) >= NUM_SMS
+    wide = columns % WIDTHS[0] == 0 and (repeats or fill_wide)
     width = WIDTHS[0] if wide and parts == 1 and not has_codes else WIDTHS[1]
-    tiles = columns // width
+    tiles = matrices * (columns // width)
+    steps = max(1, depth // step_depth(dtype))
     pairs = max(1, min(2, NUM_SMS // tiles))
     fills = _FILLED * NUM_SMS <= tiles * pairs <= NUM_SMS
     # With codes, a program widens some while the others wait for theirs. A program on
@@ -98,11 +101,13 @@ def choose(
             1,
             min(
                 programs_per_sm * NUM_SMS // tiles,
-                depth // step_depth(dtype),
+                steps,
                 1 + _MEMORY // programs_per_sm // sent,
                 MAX_SPLITS,
             ),
         )
+        # More programs would not have fewer steps.
+        splits = -(-steps // -(-steps // splits))
         stages = num_stages(
             rows,
             width,

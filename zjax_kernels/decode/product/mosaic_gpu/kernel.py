@@ -39,19 +39,12 @@ def few_rows_matmul(
     sizes, arithmetic = Sizes.of(operands, options, tuning), Arithmetic(interpret)
 
     def body(inputs, outputs, scratch):
-        place, memory = Place.of(sizes), scratch.of(interpret)
-        ring = Ring(sizes, place, inputs, memory, arithmetic)
+        memory = scratch.of(interpret)
+        ring = Ring(sizes, Place.of(sizes), inputs, memory, arithmetic)
         (out_ref,) = outputs
-        end = _End(ring, options, out_ref)
         # The interpreter runs one kernel after another.
         ring.fill(early=options.early and interpret is None)
-        end.start()
-        sums = multiply(ring)
-        if sizes.tuning.splits == 1:
-            end.store(sums)
-        else:
-            pl.when(place.split > 0)(lambda: end.send(sums))
-            pl.when(place.split == 0)(lambda: end.store(end.receive(sums)))
+        End(ring, options, out_ref, None).run()
 
     (out,) = launch(
         body,
@@ -67,18 +60,31 @@ def few_rows_matmul(
 
 
 @dataclasses.dataclass(frozen=True)
-class _End:
-    """What follows the sums: sums of other programs, norm, activation and residual.
+class End:
+    """Steps of a program, and what follows: norm, activation, factors and residual.
 
     Args:
         ring: Sizes, memory and operands of the program.
         options: Static choices.
         out_ref: Reference to the result in global memory.
+        factors: float32[padded rows] factors of the rows of the result, in registers,
+            or None. Rows of factor 0 are 0, whatever the product is.
     """
 
     ring: Ring
     options: Options
     out_ref: Any
+    factors: Array | None
+
+    def run(self) -> None:
+        """Multiplies, and stores the result in the first program of the cluster."""
+        self.start()
+        sums, split = multiply(self.ring), self.ring.place.split
+        if self.ring.sizes.tuning.splits == 1:
+            self.store(sums)
+        else:
+            pl.when(split > 0)(lambda: self.send(sums))
+            pl.when(split == 0)(lambda: self.store(self.receive(sums)))
 
     def start(self) -> None:
         """Starts to copy the residual, in the program that stores."""
@@ -126,13 +132,12 @@ class _End:
 
     def store(self, sums: Sums) -> None:
         """Stores the result of the product."""
-        memory, sizes, (parts, squares) = self.ring.memory, self.ring.sizes, sums
-        if squares is not None:
-            squares = self.layout_cast(squares, plgpu.Layout.WGMMA)
-            mean = squares.sum(axis=0) * (1 / sizes.depth)
-            factor = per_column(lax.rsqrt(mean + self.options.eps), sizes.sum_shape)
-            parts = [total * factor for total in parts]
-        total = self.layout_cast(self.options.activate(*parts), PAIRS)
+        memory, sizes = self.ring.memory, self.ring.sizes
+        total = self.options.activate(*self.normalised(sums))
+        if self.factors is not None:
+            factors = per_column(self.factors, sizes.sum_shape)
+            total = jnp.where(factors == 0, 0.0, total * factors)
+        total = self.layout_cast(total, PAIRS)
         if memory.residual is not None:
             plgpu.barrier_wait(memory.residual_ready)
             residual = self.load(memory.residual.transpose((1, 0)), PAIRS)
@@ -140,8 +145,19 @@ class _End:
         memory.out.transpose((1, 0))[...] = total.astype(memory.out.dtype)
         plgpu.commit_smem()  # copies must see the writes of registers
         rows = memory.out.at[pl.ds(0, sizes.rows)]
-        plgpu.copy_smem_to_gmem(rows, self.out_ref.at[:, self.ring.channels()])
+        columns = pl.ds(self.ring.place.output, sizes.tuning.width)
+        plgpu.copy_smem_to_gmem(rows, self.out_ref.at[:, columns])
         plgpu.wait_smem_to_gmem(0)
+
+    def normalised(self, sums: Sums) -> list[Array]:
+        """Returns the sums of the parts, divided by the deviations of a norm."""
+        sizes, (parts, squares) = self.ring.sizes, sums
+        if squares is None:
+            return parts
+        squares = self.layout_cast(squares, plgpu.Layout.WGMMA)
+        mean = squares.sum(axis=0) * (1 / sizes.depth)
+        factor = per_column(lax.rsqrt(mean + self.options.eps), sizes.sum_shape)
+        return [total * factor for total in parts]
 
     def layout_cast(self, x: Array, layout: Any) -> Array:
         """Distributes numbers over the lanes of the warpgroup."""

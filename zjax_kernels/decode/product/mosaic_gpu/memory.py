@@ -72,7 +72,8 @@ class Sizes:
         return self.step // CHUNK
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Place:
     """What a program multiplies.
 
     Args:
@@ -93,9 +94,27 @@ class Place(NamedTuple):
         width, splits = sizes.tuning.width, sizes.tuning.splits
         split = index(lax.axis_index(CLUSTER) if splits > 1 else 0)
         steps = sizes.depth // sizes.step
-        first = lax.div(split * steps, index(splits))
-        end = lax.div((split + 1) * steps, index(splits))
+        first, end = share_steps(split, steps, splits)
         return cls(split, lax.axis_index("program") * width, first, end - first)
+
+    @property
+    def output(self) -> Array:
+        """First column of the result."""
+        return self.start
+
+    def step_of_rows(self, step: Array) -> Array:
+        """Returns the place of a step among the contracted channels of the rows."""
+        return self.first + step
+
+    def step_of_weights(self, step: Array) -> Array:
+        """Returns the place of a step among the rows of the weights."""
+        return self.first + step
+
+
+def share_steps(split: Array, steps: int, splits: int) -> tuple[Array, Array]:
+    """Returns the first step of a split, and the first step behind the split."""
+    first = lax.div(split * steps, index(splits))
+    return first, lax.div((split + 1) * steps, index(splits))
 
 
 class Memory(NamedTuple):

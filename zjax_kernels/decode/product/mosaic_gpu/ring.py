@@ -67,13 +67,14 @@ class Ring:
 
     def copy_weights(self, step: Array, stage: Array) -> None:
         """Starts to copy the weights of a step, and the scales."""
-        sizes, memory, first = self.sizes, self.memory, self.first(step)
+        sizes, memory = self.sizes, self.memory
 
         @pl.when(step < self.place.num_steps)
         def _():
-            ready = memory.ready.at[stage]
+            first, ready = self.first(step), memory.ready.at[stage]
+            rows = self.place.step_of_weights(step) * sizes.step
             for part in range(sizes.parts):
-                source = self.operands.weights.at[self.weights(part, first)]
+                source = self.operands.weights.at[self.weights(part, rows)]
                 plgpu.copy_gmem_to_smem(source, memory.weights.at[stage, part], ready)
                 if sizes.groups:
                     groups = lax.div(first, index(sizes.step // sizes.groups))
@@ -84,11 +85,11 @@ class Ring:
 
     def copy_rows(self, step: Array, stage: Array) -> None:
         """Starts to copy a step of the rows, and the scales of the norm."""
-        sizes, memory, first = self.sizes, self.memory, self.first(step)
+        sizes, memory = self.sizes, self.memory
 
         @pl.when(step < self.place.num_steps)
         def _():
-            ready = memory.ready.at[stage]
+            first, ready = self.first(step), memory.ready.at[stage]
             for chunk in range(sizes.chunks):
                 # What other rows of the tile hold stays in columns that nobody stores.
                 target = memory.x.by_rows.at[stage, chunk, pl.ds(0, sizes.rows)]
@@ -100,7 +101,7 @@ class Ring:
 
     def first(self, step: Array) -> Array:
         """Returns the first contracted channel of a step."""
-        return (self.place.first + step) * self.sizes.step
+        return self.place.step_of_rows(step) * self.sizes.step
 
     def weights(self, part: int, first: Array) -> tuple[Any, ...]:
         """Returns the place of the weights of a step, in a block of the matrix."""
