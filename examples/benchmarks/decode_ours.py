@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import statistics
 import time
+from itertools import count
 
 import call_timing
 import copy_bandwidth
@@ -29,9 +30,10 @@ import timing
 from flax import nnx
 from mixtures import Mixture
 
+from zjax.generation.dtypes import COMPUTE
 from zjax.generation.engine import Request
 from zjax.generation.generate import make_engine
-from zjax.generation.passes import Reader
+from zjax.generation.passes import Reader, Weights
 from zjax.generation.plan import Size
 from zjax.generation.programs import Programs, page_bytes
 from zjax.generation.sampling import Sampling
@@ -41,6 +43,7 @@ from zjax.models.continuation import params_of
 from zjax.models.mixture import MixtureOfExperts
 from zjax.models.stack import Decoder
 from zjax.settings import schema
+from zjax.sharding.layers import layers_of
 
 WARM_UP_TOKENS = 16
 """Tokens that every row gets before a sweep begins."""
@@ -82,22 +85,31 @@ def draw(key, shape):
 
 
 class RandomDecoder:
-    """A decoder for `zjax.generate`, of random weights that are made one by one.
+    """A decoder for `zjax.generate`, of random weights that are made block by block.
 
     Args:
         shape: Shape of the model.
+        dtypes: How weights and keys are stored.
     """
 
-    def __init__(self, shape):
-        self.config = model_settings(shape)
-        reader = self._make_reader()
-        model = nnx.eval_shape(lambda: Decoder(self.config, rngs=nnx.Rngs(0)))
-        leaves, tree = jax.tree.flatten(jax.eval_shape(reader.cut, params_of(model)))
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        pairs = zip(keys, leaves, strict=True)
-        # Cut already: the weights of a large model would not fit twice.
-        drawn = [draw(key, leaf.shape) for key, leaf in pairs]
-        self.weights = jax.block_until_ready(jax.tree.unflatten(tree, drawn))
+    def __init__(self, shape, dtypes=COMPUTE):
+        self.config, self._dtypes = model_settings(shape), dtypes
+        reader, model = self._make_reader(), self._make_model()
+        embed, segments, head = reader.stack.split(params_of(model))
+        keys = map(functools.partial(jax.random.fold_in, jax.random.key(0)), count())
+
+        def fill(tree):
+            return jax.tree.map(lambda leaf: draw(next(keys), leaf.shape), tree)
+
+        blocks = []
+        for number, stacked in enumerate(segments):
+            lay = jax.jit(reader.continuation.lay[number])
+            num_blocks = reader.stack.segments[number].num_blocks
+            cut = functools.partial(layers_of, num_layers=num_blocks)
+            # Cut already: the weights of a large model would not fit twice.
+            blocks += [lay(fill(x)) for x in jax.eval_shape(cut, stacked)]
+        made = Weights(fill(embed), tuple(blocks), fill(head))
+        self.weights = jax.block_until_ready(made)
 
     def passes(self, **shapes):
         """Makes passes of the shapes that `Programs` takes."""
@@ -109,7 +121,11 @@ class RandomDecoder:
 
     def _make_reader(self):
         """Makes the functions of the decoder, which trace what models do now."""
-        return Reader.of(nnx.eval_shape(lambda: Decoder(self.config, rngs=nnx.Rngs(0))))
+        return Reader.of(self._make_model(), self._dtypes)
+
+    def _make_model(self):
+        """Makes the module without values."""
+        return nnx.eval_shape(lambda: Decoder(self.config, rngs=nnx.Rngs(0)))
 
 
 def make_static_engine(decoder, num_rows, length):

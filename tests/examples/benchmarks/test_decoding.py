@@ -235,6 +235,32 @@ def test_rows_are_timed_around_the_context():
     assert engine.scheduler.slots.running == []
 
 
+def test_weights_of_all_kinds_are_timed(monkeypatch):
+    """Fails if a kind is not what the claim compares, or is not stored as codes."""
+    module = load("narrow_decode_ours")
+    monkeypatch.setattr(module, "BATCHES", (1, 3))
+    monkeypatch.setattr(module.call_timing, "ROUND_SECONDS", 0)
+    shape = dataclasses.replace(load("decode_cases").SHAPES["tiny"], num_layers=1)
+    stored, real = [], module.RandomDecoder
+
+    def make(*given):
+        decoder = real(*given)
+        leaves = jax.tree.leaves(decoder.weights.blocks)
+        stored.append({leaf.dtype.name for leaf in leaves} - {"bfloat16"})
+        return decoder
+
+    monkeypatch.setattr(module, "RandomDecoder", make)
+    metrics = module.measure(shape, [*module.KINDS])
+    assert stored == [set(), {"int8"}, {"int4"}, {"float8_e4m3fn"}]
+    assert {metrics[x]["n"] for x in metrics} == {module.call_timing.ROUNDS}
+    row = load_contest(FOLDER / "narrow_decode.py").rows[0]
+    assert len(row.cases) == 9
+    compared = [x for x in row.cases if x.name.endswith(" b=1")]
+    assert {x.metric for x in compared} | {x.peer_metric for x in compared} == {
+        name for name in metrics if " b=1 " in name
+    }
+
+
 def test_attention_of_each_side_becomes_rates(monkeypatch, capsys):
     module = load("decode_attention")
     for name, value in (("ROUND_SECONDS", 0), ("LAYERS_BYTES", 0)):

@@ -228,6 +228,7 @@ UNPUBLISHED = {
     "generation_mixed",
     "host_decode",
     "moe_layer_vs_sonic",
+    "narrow_decode",
     "serve_8b",
     "serve_first_token",
     "tensor_6p7b",
