@@ -33,7 +33,7 @@ AXES = {"pipeline", "replica", "expert", "sequence", "tensor"}
 MEMORIES = {"pinned_host", "nvme"}
 MEMORY_MODULES = {
     "zjax.checkpoint.arrays",
-    "zjax.cli.main",
+    "zjax.cli.measuring",
     "zjax.estimate.candidates",
     "zjax.estimate.tables",
     "zjax.offload.blockwise",
@@ -44,7 +44,7 @@ MEMORY_MODULES = {
     "zjax.storage.io_threads",
 }
 """Modules besides the settings that name memories; others ask an `ArrayPlan`. Flags of
-`zjax.cli.main` are named so, too."""
+`zjax.cli.measuring` are named so, too."""
 SETTINGS = {"settings", "config", "schedule", "deepspeed"}
 """Parts that read the words of settings."""
 FLAX = {"models", "linen", "nnx"}

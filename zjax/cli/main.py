@@ -1,6 +1,5 @@
 """The `zjax` command."""
 
-import dataclasses
 import functools
 import shlex
 import signal
@@ -12,7 +11,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from zjax import data, processes
-from zjax.cli import commands, data_commands, generating, planning
+from zjax.cli import commands, data_commands, generating, measuring, planning
 from zjax.cli.connection import connected
 from zjax.cli.data_commands import MAX_PROCESSES
 from zjax.cli.serving import SERVE
@@ -28,18 +27,13 @@ from zjax.cli.usage import (
     flag,
     integer,
     number,
-    texts,
 )
 from zjax.config import flags as config_flags
 from zjax.config.flags import refuse_flags
 from zjax.data.prompts import as_talk, find_question, has_answers
 from zjax.errors import ConfigError, Problem, ZjaxError
-from zjax.files import local_path
 from zjax.processes.agreement import versions
-from zjax.processes.programs import result_line
-from zjax.run.bench import describe_measurement, measure
 from zjax.run.compiler import simulation, use_program_cache
-from zjax.run.disks import describe_disks, measure_disks
 from zjax.run.ending import exit_on_signals
 from zjax.run.machine import describe_machine
 from zjax.run.trainer import Trainer
@@ -145,32 +139,6 @@ def sample(trainer: Trainer, prompt: np.ndarray | None) -> str:
     fits = config.model.max_length > len(prompt) + SAMPLE_TOKENS
     text = trainer.generate(prompt, max_new_tokens=SAMPLE_TOKENS if fits else 0)
     return data.make_tokenizer(config).decode(prompt) + text
-
-
-def bench(given: flags.FlagValues) -> None:
-    """Measures a config or disks."""
-    if given.nvme:
-        names = config_flags.settings_given(given)
-        refuse_flags(given, names, "has no effect with --nvme")
-        disks = [local_path("nvme", path) for path in given.nvme]
-        speed = measure_disks(tuple(disks))
-        print(describe_disks(speed))
-        print(result_line(dataclasses.asdict(speed)))
-        return
-    config = config_flags.config_from_flags(given)
-    with connected(config) as info:
-        measurement = measure(config)
-        if info.process_id == 0:
-            print(describe_measurement(measurement))
-            print(result_line(dataclasses.asdict(measurement)))
-
-
-BENCH = Command(
-    bench,
-    "Measures how fast a config is here, or disks.",
-    "zjax bench --config=quickstart\nzjax bench --nvme=/mnt/a,/mnt/b",
-    (texts("nvme", "Directories on disks; measures these for offload.", []),),
-)
 
 
 def tune_run(given: flags.FlagValues) -> None:
@@ -285,7 +253,7 @@ COMPLETION = Command(
 COMMANDS = {
     "train": TRAIN,
     "plan": planning.PLAN,
-    "bench": BENCH,
+    "bench": measuring.BENCH,
     "tune": TUNE,
     "generate": generating.GENERATE,
     "serve": SERVE,

@@ -137,19 +137,18 @@ class Generator:
             # modules refer to themselves.
             opened = opened._replace(decoder=None)
             gc.collect()
-            engine = self._make_engine(decoder, max_rows, num_pages)
+            engine = self._make_engine(decoder, num_pages)
         self._scheduler = engine.scheduler
         kind = Worker if jax.process_count() == 1 else Lockstep
         self._worker = kind(engine, opened.context)
 
-    def _make_engine(
-        self, decoder: StoredDecoder, max_rows: int, num_pages: int
-    ) -> Engine:
+    def _make_engine(self, decoder: StoredDecoder, num_pages: int) -> Engine:
         """Makes the engine, with as many pages as fit."""
         if not num_pages:
             each = decoder.page_bytes(PAGE_SIZE)
-            num_pages = count_pages(each, max_rows, self.max_length)
-        sizes = sizes_of(max_rows)
+            num_pages = count_pages(each, self.max_rows, self.max_length)
+        self.num_pages = num_pages
+        sizes = sizes_of(self.max_rows)
         return make_engine(decoder, sizes, self.max_length, num_pages, self._end_ids)
 
     @property
