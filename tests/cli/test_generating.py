@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -288,6 +289,27 @@ def test_a_checkpoint_of_hugging_face_answers_without_a_run(tmp_path, monkeypatc
     assert [row["ids"] for row in rows] == [text.ids for text in wanted]
     assert [row["text"] for row in rows] == [text.text for text in wanted]
     assert "logprobs" not in rows[0]
+
+
+def test_drafts_are_told_and_change_no_text(tmp_path, capsys):
+    """Fails if the flag has no effect, or nobody learns what became of the drafts."""
+    folder = small_llama.write(tmp_path / "llama", max_length=256)
+    words = f"--model={folder}", "--prompt=abcabcabc", "--temperature=0"
+    words += "--max_new_tokens=200", "--max_rows=1"
+    generating.generate(typed("generate", *words))
+    wanted = capsys.readouterr()
+    generating.generate(typed("generate", *words, "--num_drafts=4"))
+    found = capsys.readouterr()
+    assert found.out == wanted.out and "drafts" not in wanted.err
+    told, counted = [x for x in found.err.splitlines() if x.startswith("drafts")]
+    assert told == (
+        "drafts: a pass reads up to 4 more tokens of each text, copied from the text "
+        "or from others of the prompt, while texts repeat; the texts are those without "
+        "drafts, but for rounding"
+    )
+    numbers = re.fullmatch(r"drafts: (\d+) of (\d+) accepted", counted)
+    accepted, read = map(int, numbers.groups())
+    assert 0 < accepted <= read
 
 
 def test_processes_that_are_launched_write_one_file(tmp_path, monkeypatch):

@@ -309,9 +309,12 @@ def test_few_programs_serve_requests_of_any_length(caplog):
     assert len([text for text in texts if text.startswith(kinds)]) <= 3
 
 
-def test_all_programs_are_compiled_before_the_first_request(caplog):
+@pytest.mark.parametrize(("num_drafts", "num_programs"), [(0, 3), (3, 4)])
+def test_all_programs_are_compiled_before_the_first_request(
+    caplog, num_drafts, num_programs
+):
     """Fails if a request has to wait for a program of a size known at the start."""
-    config = dataclasses.replace(language.LLAMA, vocab_size=37)
+    config = dataclasses.replace(language.LLAMA, vocab_size=37 + num_drafts)
     kinds = "Finished XLA compilation of jit(run_steps)", "of jit(run_pass)"
 
     def num_compiled():
@@ -322,17 +325,20 @@ def test_all_programs_are_compiled_before_the_first_request(caplog):
     try:
         with (
             caplog.at_level(logging.WARNING),
-            Generator(language.make_language_model(config), max_rows=4) as generator,
+            Generator(
+                language.make_language_model(config), max_rows=4, num_drafts=num_drafts
+            ) as generator,
         ):
             end = time.monotonic() + 60
-            while num_compiled() < 3 and time.monotonic() < end:
+            while num_compiled() < num_programs and time.monotonic() < end:
                 time.sleep(0.05)
-            assert num_compiled() == 3
+            assert num_compiled() == num_programs
+            generator.generate([[1] * 9] * 4, Sampling(max_new_tokens=7))
             generator.generate(PROMPTS[:4], Sampling(max_new_tokens=4))
             generator.generate(PROMPTS[:1], Sampling(max_new_tokens=4))
     finally:
         jax.config.update("jax_log_compiles", False)
-    assert num_compiled() == 3
+    assert num_compiled() == num_programs
 
 
 def test_nothing_stays_on_the_way_when_all_texts_have_ended():

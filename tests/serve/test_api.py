@@ -344,6 +344,7 @@ def test_metrics_count_requests_and_tokens(server):
     assert rise("zjax_request_seconds_count") == 2
     assert rise("zjax_tokens_written_total") == 24
     assert rise("zjax_tokens_read_total") == 8
+    assert rise("zjax_drafts_total") >= rise("zjax_drafts_accepted_total") >= 0
     assert rise("zjax_time_to_first_token_seconds_count") == 2
     assert rise("zjax_time_per_output_token_seconds_count") > 0
 

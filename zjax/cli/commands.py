@@ -70,6 +70,11 @@ WEIGHT_DTYPE = choice(
 CACHE_DTYPE = choice(
     "cache_dtype", "Dtype of keys and values.", "compute", enum_values=CACHE_DTYPES
 )
+NUM_DRAFTS = integer(
+    "num_drafts",
+    "Tokens that repeating texts read ahead in a pass, up to 15; 0 is none.",
+    0,
+)
 PART = choice(
     "part", "Which weights; auto takes averaged ones.", "auto", enum_values=PARTS
 )
@@ -192,8 +197,10 @@ def open_generator(
     # Texts of other dtypes are other texts.
     changed = {name: x for name, x in dtypes.items() if x != "compute"}
     narrow = "".join(f", {name}={x}" for name, x in changed.items())
-    sizes = {"max_rows": given.max_rows, "max_length": given.max_length}
-    how: dict[str, Any] = sizes | dtypes
+    names = "max_rows", "max_length", "num_drafts"
+    how: dict[str, Any] = {x: given[x].value for x in names} | dtypes
+    if given.num_drafts and jax.process_index() == 0:
+        print(describe_drafts(given.num_drafts), file=sys.stderr)
     if given.model:
         directory = local_path("model", given.model)
         return Generator(directory, **how), f"{directory}{narrow}"
@@ -205,6 +212,15 @@ def open_generator(
     generator = Generator(trainer.run, state, prompts=prompts, **how)
     weights = f"{part} of step {trainer.step} in {config.directory}{narrow}"
     return generator, weights
+
+
+def describe_drafts(num_drafts: int) -> str:
+    """Tells what `--num_drafts` does."""
+    return (
+        f"drafts: a pass reads up to {num_drafts} more tokens of each text, copied "
+        "from the text or from others of the prompt, while texts repeat; the texts "
+        "are those without drafts, but for rounding"
+    )
 
 
 EVALUATE_FLAGS = (

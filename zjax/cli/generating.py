@@ -29,6 +29,8 @@ from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
 from zjax.generation.generator import Generator, Text
 from zjax.generation.sampling import Sampling
+from zjax.generation.scheduler import Metrics
+from zjax.generation.worker import Served
 from zjax.processes.barrier import barrier
 
 _SAMPLING = (
@@ -68,6 +70,13 @@ def generate(given: flags.FlagValues) -> None:
                 special = {"special_tokens": given.special_tokens}
                 generator.check(prompts, sampling, **special)
             write(generator, prompts, sampling, given, weights, info.process_id)
+            if given.num_drafts and info.process_id == 0:
+                print(count_drafts(generator.metrics.scheduler), file=sys.stderr)
+
+
+def count_drafts(metrics: Metrics) -> str:
+    """Tells how many drafts were right."""
+    return f"drafts: {metrics.num_accepted_drafts:,} of {metrics.num_drafts:,} accepted"
 
 
 def print_lines(
@@ -164,7 +173,7 @@ def write_lines(
                 if file is not None:
                     for text in texts:
                         file.write(record_of(prompt, text))
-                progress.advance(generator.metrics.num_written)
+                progress.advance(generator.metrics)
 
 
 @contextlib.contextmanager
@@ -224,12 +233,14 @@ class Progress:
     def __exit__(self, *reason: object) -> None:
         self._bar.stop()
 
-    def advance(self, num_tokens: int) -> None:
-        """Shows one more prompt, and the tokens that were written so far."""
+    def advance(self, served: Served) -> None:
+        """Shows one more prompt, and what was written so far."""
         self._num_left -= 1
-        speed = num_tokens / (time.monotonic() - self._start)
+        speed = served.num_written / (time.monotonic() - self._start)
         left = self._num_left * self._num_samples
         text = f"{speed:,.0f} tokens/s, {left:,} rows left"
+        if served.scheduler.num_drafts:
+            text += f", {count_drafts(served.scheduler)}"
         self._bar.update(self._task, advance=1, description=text)
 
 
@@ -296,5 +307,6 @@ GENERATE = Command(
         commands.MAX_LENGTH,
         commands.WEIGHT_DTYPE,
         commands.CACHE_DTYPE,
+        commands.NUM_DRAFTS,
     ),
 )

@@ -98,6 +98,7 @@ SERVE = Command(
         commands.MAX_LENGTH,
         commands.WEIGHT_DTYPE,
         commands.CACHE_DTYPE,
+        commands.NUM_DRAFTS,
         integer("max_requests", "Requests at once.", Settings.max_requests),
         integer("max_request_rows", "Texts of a request.", Settings.max_request_rows),
         integer(

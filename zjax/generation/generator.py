@@ -16,6 +16,7 @@ from zjax.generation.engine import Engine, Request
 from zjax.generation.generate import StoredDecoder, make_engine, stored
 from zjax.generation.loading import LogitsFn, open_decoder
 from zjax.generation.lockstep import Lockstep, agreed, stream_problems
+from zjax.generation.plan import Size
 from zjax.generation.prompts import (
     longest_text,
     model_problems,
@@ -87,6 +88,10 @@ class Generator:
             as they are. Embedding and head stay in the dtype to compute in.
         cache_dtype: Dtype of keys and values: `float8` (e4m3, without a scale), or
             `compute`.
+        num_drafts: Most tokens that a text reads ahead in a pass, 0 to 15; 0 is none.
+            Drafts are copied from the text, and from earlier texts of the prompt. They
+            are read where texts have lately repeated, and make these faster. Texts are
+            those without drafts, but for rounding.
 
     Raises:
         ConfigError: A number is out of range, the model writes no text, or it cannot be
@@ -117,12 +122,13 @@ class Generator:
         num_pages: int = 0,
         weight_dtype: WeightDtype = "compute",
         cache_dtype: CacheDtype = "compute",
+        num_drafts: int = 0,
     ):
         opened = open_decoder(source, state, prompts, logits_fn, max_length)
         self.config, self._prompts = opened.decoder.config, opened.prompts
         problems = [
             *model_problems(self.config),
-            *size_problems(self.config, max_rows, max_length),
+            *size_problems(self.config, max_rows, max_length, num_drafts),
         ]
         dtypes = Dtypes(weight_dtype, cache_dtype)
         with opened.context():
@@ -137,18 +143,20 @@ class Generator:
             # modules refer to themselves.
             opened = opened._replace(decoder=None)
             gc.collect()
-            engine = self._make_engine(decoder, num_pages)
+            sizes = sizes_of(max_rows, num_drafts)
+            engine = self._make_engine(decoder, sizes, num_pages)
         self._scheduler = engine.scheduler
         kind = Worker if jax.process_count() == 1 else Lockstep
         self._worker = kind(engine, opened.context)
 
-    def _make_engine(self, decoder: StoredDecoder, num_pages: int) -> Engine:
+    def _make_engine(
+        self, decoder: StoredDecoder, sizes: tuple[Size, ...], num_pages: int
+    ) -> Engine:
         """Makes the engine, with as many pages as fit."""
         if not num_pages:
             each = decoder.page_bytes(PAGE_SIZE)
             num_pages = count_pages(each, self.max_rows, self.max_length)
         self.num_pages = num_pages
-        sizes = sizes_of(self.max_rows)
         return make_engine(decoder, sizes, self.max_length, num_pages, self._end_ids)
 
     @property

@@ -18,30 +18,48 @@ PAGE_SIZE = 64
 """Tokens of a page of keys."""
 NUM_CHUNKS = 8
 """Chunks of prompts beside the rows of a pass: 512 tokens, which keep a GPU busy."""
+MAX_DRAFTS = 15
+"""Most drafts that a row reads in a pass."""
 _LANES = 1, 8, 32, 128, 256
+_DRAFTED_LANES = 8
+"""Rows of the smaller pass with drafts."""
+_DRAFTED_TOKENS = 256
+"""Most tokens of a pass with drafts: a GPU computes about as many while it reads the
+weights and the keys. With more rows, tokens are written without drafts."""
 _SHARE = 0.9
 """Share of the free memory that pages take; activations of a pass need the rest."""
 _ROW_TOKENS = 4096
 """Tokens of each row that pages hold where the memory is not known."""
 
 
-def sizes_of(max_rows: int) -> tuple[Size, ...]:
+def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
     """Returns the sizes of passes: each is a program, so they are few.
+
+    There are 6 at most: up to 5 of rows, and 1 with chunks of prompts. Drafts add a
+    pass of up to 8 rows, and a pass of as many rows as read 256 tokens at once.
 
     Example:
         >>> sizes_of(64)
         (Size(lanes=1, chunks=0, width=1), Size(lanes=8, chunks=0, width=1), \
 Size(lanes=32, chunks=0, width=1), Size(lanes=64, chunks=0, width=1), \
 Size(lanes=64, chunks=8, width=1))
+        >>> sizes_of(64, num_drafts=7)[5:]
+        (Size(lanes=8, chunks=0, width=8), Size(lanes=32, chunks=0, width=8))
     """
     lanes = [number for number in _LANES if number < max_rows] + [max_rows]
-    return (*map(Size, lanes), Size(max_rows, NUM_CHUNKS))
+    sizes = [*map(Size, lanes), Size(max_rows, NUM_CHUNKS)]
+    if num_drafts:
+        width = 1 + num_drafts
+        most = min(max_rows, _DRAFTED_TOKENS // width)
+        for number in sorted({min(_DRAFTED_LANES, most), most}):
+            sizes.append(Size(number, width=width))
+    return tuple(sizes)
 
 
 def size_problems(
-    config: schema.Model, max_rows: int, max_length: int
+    config: schema.Model, max_rows: int, max_length: int, num_drafts: int = 0
 ) -> Iterator[Problem]:
-    """Yields what is wrong with the rows and the longest text of a generator."""
+    """Yields what is wrong with the rows, the longest text or drafts of a generator."""
     field, longest = longest_text(config)
     if not 1 <= max_rows <= MAX_ROWS:
         problem = f"is not between 1 and {MAX_ROWS}"
@@ -49,6 +67,9 @@ def size_problems(
     if not 0 <= max_length <= longest:
         problem = f"is not between 0 and model.{field}={longest}"
         yield Problem("max_length", max_length, problem, "use 0")
+    if not 0 <= num_drafts <= MAX_DRAFTS:
+        problem = f"is not between 0 and {MAX_DRAFTS}"
+        yield Problem("num_drafts", num_drafts, problem, "use 3, or 0 for none")
 
 
 def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:

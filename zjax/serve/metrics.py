@@ -20,6 +20,8 @@ _TOTALS = (
     ("tokens_written", "Tokens of texts.", "num_written"),
     ("prefix_hit_tokens", "Tokens found in the cache.", "num_hit_tokens"),
     ("preemptions", "Texts that gave up their pages.", "num_preemptions"),
+    ("drafts", "Tokens that texts read ahead.", "num_drafts"),
+    ("drafts_accepted", "Drafts that were right.", "num_accepted_drafts"),
 )
 
 
