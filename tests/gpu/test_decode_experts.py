@@ -88,7 +88,15 @@ def test_a_norm_is_fused_in_the_router(rows):
     np.testing.assert_allclose(found.gates, expected.gates, rtol=1e-4, atol=1e-6)
 
 
-def make_case(rows, shape, *, activation="swiglu", normal=False, has_padding=False):
+def make_case(
+    rows,
+    shape,
+    *,
+    activation="swiglu",
+    normal=False,
+    has_padding=False,
+    has_biases=False,
+):
     """Rows, weights of experts, matrices and settings."""
     experts, top_k, width, hidden = shape
     parts = 2 if "glu" in activation else 1
@@ -104,6 +112,9 @@ def make_case(rows, shape, *, activation="swiglu", normal=False, has_padding=Fal
         norm=(draw(6, (width,)), 0.1) if normal else None,
         residual=draw(7, (rows, width)),
     )
+    if has_biases:
+        settings["up_bias"] = draw(8, (experts, hidden * parts))
+        settings["down_bias"] = draw(9, (experts, width))
     choice = Choice.of(jnp.asarray(gates.T), min(experts, rows * top_k))
     return draw(0, (rows, width)), gates, choice, up, down, settings
 
@@ -123,6 +134,8 @@ def assert_computed(x, gates, choice, up, down, settings):
     np.testing.assert_array_equal(found, run_kernel(x, choice, up, down, settings))
     used = np.flatnonzero(gates.any(0))
     matrices = (np.float32(y[used]) for y in (up, down))
+    for name in {"up_bias", "down_bias"} & {*settings}:
+        settings |= {name: np.float32(settings[name])[used]}
     expected = add_up(x, gates[:, used], *matrices, **settings)
     np.testing.assert_allclose(found, expected, atol=1e-2 * np.abs(expected).max())
 
@@ -137,8 +150,9 @@ def test_kernels_add_up_experts(name, rows, has_padding):
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("activation", ["gelu", "clamped_swiglu"])
 @pytest.mark.parametrize("normal", [False, True])
-def test_options_are_fused(rows, activation, normal):
-    settings = dict(activation=activation, normal=normal)
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_options_are_fused(rows, activation, normal, has_biases):
+    settings = dict(activation=activation, normal=normal, has_biases=has_biases)
     assert_computed(*make_case(rows, SHAPES["OLMoE"], **settings))
 
 

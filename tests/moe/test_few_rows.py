@@ -92,6 +92,7 @@ def test_choices_are_those_of_training(name, ties, dtype):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_outputs_are_those_of_training(name, mask, activation):
+    """With biases for GELU."""
     settings, x = ROUTERS[name], draw(TOKENS, WIDTH)
     given, laid = make_router(settings, x.dtype)
     parts = 2 if activation == "swiglu" else 1
@@ -99,6 +100,9 @@ def test_outputs_are_those_of_training(name, mask, activation):
         draw(EXPERTS, WIDTH, HIDDEN * parts, seed=4),
         draw(EXPERTS, HIDDEN, WIDTH, seed=5),
     )
+    if activation == "gelu":
+        biases = draw(EXPERTS, HIDDEN, seed=6), draw(EXPERTS, WIDTH, seed=7)
+        experts = Experts(experts.up, experts.down, *biases)
     logits = router_logits(x, given.kernel, bias=given.logit_bias)
     routing = route(logits, settings, bias=given.bias, counts=MASKS[mask])
     expected = apply_experts(x, experts, routing, activation=activation)

@@ -178,9 +178,9 @@ class MixtureOfExperts(nnx.Module):
 
         With `fuses`, the caller adds the result to the stream, with nothing between.
         """
-        settings, has_biases = self.settings, self.experts.up.bias is not None
+        settings = self.settings
         # Experts of other devices would need an exchange of tokens.
-        if open_size(meshes.EXPERT) > 1 or has_biases or settings.choice == "experts":
+        if open_size(meshes.EXPERT) > 1 or settings.choice == "experts":
             return
         self.streams = True
         if chooses_in_kernel(settings):

@@ -69,6 +69,13 @@ class Experts:
         """Returns the arrays of one device from the device's shards of `parted`."""
         return dataclasses.replace(self.with_merged_gates(), split=placement.hidden)
 
+    def first_bias(self) -> jax.Array | None:
+        """Returns the biases of outputs on the first device of those that add up."""
+        if not self.split or self.down_bias is None:
+            return self.down_bias
+        is_first = jax.lax.axis_index(self.split) == 0
+        return jnp.where(is_first, self.down_bias, 0)
+
     def with_merged_gates(self) -> "Experts":
         """Merges the dims of gates and values of `swiglu` into one hidden dim."""
         return self._with_hidden(-1)
@@ -161,11 +168,7 @@ def _apply_on_device(
     )
     # Policies of `jax.checkpoint` save the sorted order by name: sorting is expensive.
     exchange = jax.tree.map(lambda x: checkpoint_name(x, ROUTED), exchange)
-    if experts.split and experts.down_bias is not None:
-        # The devices add up their outputs: one of them adds the bias.
-        is_first = jax.lax.axis_index(experts.split) == 0
-        bias = jnp.where(is_first, experts.down_bias, 0)
-        experts = dataclasses.replace(experts, down_bias=bias)
+    experts = dataclasses.replace(experts, down_bias=experts.first_bias())
     return _apply(activation, x, experts, weights, exchange)
 
 

@@ -36,8 +36,8 @@ def mix_few_rows(
         x: Tokens, in the dtype to compute in.
         router: Parameters of the router, with a matrix from `lay_router` if
             `chooses_in_kernel(settings)`.
-        experts: Parameters of the program in the dtype of `x`, without biases: all
-            experts, or shards of each inside `jax.shard_map`.
+        experts: Parameters of the program in the dtype of `x`: all experts, or shards
+            of each inside `jax.shard_map`.
         settings: Settings of the router, which drop no token.
         activation: Name of the function between the two products of an expert.
         token_mask: False for padding, which no expert is read for; None without.
@@ -57,6 +57,8 @@ def mix_few_rows(
         norm=norm,
         activation=activation,
         residual=residual,
+        up_bias=experts.up_bias,
+        down_bias=experts.first_bias(),
         early=True,
     )
     return jax.lax.psum(y, experts.split) if experts.split else y

@@ -34,7 +34,18 @@ def choose(x, kernel, *, top_k, scores="softmax", bias=0, logit_bias=0, **given)
     return gates
 
 
-def add_up(x, gates, up, down, *, activation="swiglu", norm=None, residual=None):
+def add_up(
+    x,
+    gates,
+    up,
+    down,
+    *,
+    activation="swiglu",
+    norm=None,
+    residual=None,
+    up_bias=None,
+    down_bias=None,
+):
     """What experts make of rows, by loops in NumPy."""
     x, up, down = (np.float64(array) for array in (x, up, down))
     if norm is not None:
@@ -42,9 +53,14 @@ def add_up(x, gates, up, down, *, activation="swiglu", norm=None, residual=None)
         x = x / np.sqrt((x**2).mean(1, keepdims=True) + eps) * np.float64(scale)
     total = np.zeros((len(x), down.shape[2]))
     for row, expert in zip(*np.nonzero(gates), strict=True):
-        parts = np.split(x[row] @ up[expert], 2 if "glu" in activation else 1)
-        hidden = ACTIVATIONS[activation](*parts)
-        total[row] += gates[row, expert] * (hidden @ down[expert])
+        inputs = x[row] @ up[expert]
+        if up_bias is not None:
+            inputs += np.float64(up_bias[expert])
+        parts = np.split(inputs, 2 if "glu" in activation else 1)
+        outputs = ACTIVATIONS[activation](*parts) @ down[expert]
+        if down_bias is not None:
+            outputs += np.float64(down_bias[expert])
+        total[row] += gates[row, expert] * outputs
     return total if residual is None else total + np.float64(residual)
 
 
@@ -119,6 +135,12 @@ EXPERTS = {
     "clamped gates": dict(activation="clamped_swiglu", residual=draw(3, 4, seed=7)),
     "gates with gelu": dict(activation="geglu"),
     "a norm": dict(norm=(draw(5, seed=8), 0.1), residual=draw(3, 4, seed=9)),
+    "biases": dict(
+        activation="clamped_swiglu",
+        residual=draw(3, 4, seed=9),
+        up_bias=draw(6, 4, seed=10),
+        down_bias=draw(6, 4, seed=11),
+    ),
 }
 
 
@@ -197,6 +219,13 @@ def test_experts_that_do_not_fit_are_refused():
     ):
         down = jnp.ones((2, 3, 4), jnp.bfloat16)
         few_rows_experts(x, choice, up, down, residual=jnp.ones((3, 4)))
+    others = "x of shape (2, 4) and down of shape (3, 3, 4)"
+    with value_error(
+        f"up_bias.shape=(3, 3) does not fit {others}; give (3, 6)\n"
+        f"down_bias.shape=(4,) does not fit {others}; give (3, 4)"
+    ):
+        biases = dict(up_bias=jnp.ones((3, 3)), down_bias=jnp.ones(4))
+        few_rows_experts(x, choice, up, jnp.ones((3, 3, 4)), **biases)
     with value_error("down.shape=(3, 4) does not have 3 dims; give [E, F, M]"):
         few_rows_experts(x, choice, up, jnp.ones((3, 4)))
     with value_error("x.dtype=int32 is not of floats; cast the arrays"):

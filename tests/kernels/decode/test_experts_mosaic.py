@@ -105,6 +105,9 @@ EXPERTS = {
     ),
     "a norm": dict(rows=2, sizes=(16, 128, 64, 64), top_k=3, normal=True, adds=True),
     "clamped gates": dict(rows=1, sizes=(4, 64, 192, 64), activation="clamped_swiglu"),
+    "biases": dict(
+        rows=2, sizes=(4, 64, 64, 64), activation="clamped_swiglu", has_biases=True
+    ),
 }
 
 
@@ -116,6 +119,7 @@ def make_case(
     activation="swiglu",
     normal=False,
     adds=False,
+    has_biases=False,
     dtype=jnp.bfloat16,
 ):
     """Operands, weights of experts, options, and what they make in NumPy."""
@@ -128,6 +132,8 @@ def make_case(
         draw(experts, hidden, columns, seed=2, scale=hidden**-0.5, dtype=dtype),
         draw(depth, seed=3, dtype=dtype) if normal else None,
         draw(rows, columns, seed=4, dtype=dtype) if adds else None,
+        draw(experts, inputs[2], seed=6, dtype=dtype) if has_biases else None,
+        draw(experts, columns, seed=7, dtype=dtype) if has_biases else None,
     )
     rng, gates = np.random.default_rng(5), np.zeros((rows, experts), np.float32)
     for row in gates:
@@ -135,7 +141,12 @@ def make_case(
     norm = (operands.norm, options.eps) if normal else None
     arrays = operands.x, gates, operands.up, operands.down
     expected = add_up(
-        *arrays, activation=activation, norm=norm, residual=operands.residual
+        *arrays,
+        activation=activation,
+        norm=norm,
+        residual=operands.residual,
+        up_bias=operands.up_bias,
+        down_bias=operands.down_bias,
     )
     return operands, gates, options, expected
 
@@ -236,6 +247,8 @@ def test_all_experts_lower_to_two_kernels(
     def run(x, gates, up, down):
         choice, norm = Choice.of(gates, most), (x[0], 1e-6) if rows < 64 else None
         settings = dict(activation=activation, norm=norm, residual=x)
+        if rows == 2:
+            settings |= dict(up_bias=up[:, 0], down_bias=down[:, 0])
         return few_rows_experts(x, choice, up, down, **settings)
 
     parts = Options(activation=activation).num_parts

@@ -120,6 +120,8 @@ def few_rows_experts(
     norm: tuple[Array, float] | None = None,
     activation: Activation = "swiglu",
     residual: Array | None = None,
+    up_bias: Array | None = None,
+    down_bias: Array | None = None,
     early: bool = False,
     implementation: Implementation = "auto",
 ) -> Array:
@@ -141,6 +143,10 @@ def few_rows_experts(
         activation: `gelu` (with tanh), or with gates `swiglu`, `geglu` or
             `clamped_swiglu`, in float32.
         residual: [N, M] in the dtype of `x`, added to the result, or None.
+        up_bias: [E, F] or [E, 2 F] floats, added to the hidden channels before the
+            activation, or None.
+        down_bias: [E, M] floats, added to the outputs of the experts, or None.
+            `mosaic_gpu` rounds the sum of biases and residual once more.
         early: Whether the kernels start while the operations before still run
             (dependent launch, JAX 0.11.2 or newer). No recent operation may compute
             `up` and `down`.
@@ -167,7 +173,7 @@ def few_rows_experts(
         Gale et al., MegaBlocks (arXiv:2211.15841), on experts without padding.
     """
     scale, eps = (None, 0.0) if norm is None else norm
-    operands = ExpertOperands(x, up, down, scale, residual)
+    operands = ExpertOperands(x, up, down, scale, residual, up_bias, down_bias)
     options = Options(eps=float(eps), activation=activation, early=early)
     refuse([*_option_problems(activation, eps)])
     refuse([*_expert_problems(operands, choice, options)])
@@ -249,7 +255,7 @@ def _expert_problems(
     operands: ExpertOperands, choice: Choice, options: Options
 ) -> Iterator[str]:
     """Yields arrays that do not fit one another."""
-    x, up, down, norm, residual = operands
+    x, up, down, norm, residual, up_bias, down_bias = operands
     arrays = {"x": (x, 2, "[N, K]"), "down": (down, 3, "[E, F, M]")}
     for name, (array, dims, form) in arrays.items():
         if array.ndim != dims:
@@ -261,6 +267,8 @@ def _expert_problems(
     fitting = {
         "choice.gates": (choice.gates, padded),
         "up": (up, (experts, depth, hidden * options.num_parts)),
+        "up_bias": (up_bias, (experts, hidden * options.num_parts)),
+        "down_bias": (down_bias, (experts, columns)),
         "norm[0]": (norm, (depth,)),
         "residual": (residual, (rows, columns)),
     }

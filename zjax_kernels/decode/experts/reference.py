@@ -116,6 +116,8 @@ class ExpertOperands(NamedTuple):
         down: [E, F, M].
         norm: [K] scale of the RMS norm of the rows, or None.
         residual: [N, M] that is added to the result, or None.
+        up_bias: [E, F] or [E, 2 F] biases of the hidden channels, or None.
+        down_bias: [E, M] biases of the outputs, or None.
     """
 
     x: Array
@@ -123,6 +125,8 @@ class ExpertOperands(NamedTuple):
     down: Array
     norm: Array | None = None
     residual: Array | None = None
+    up_bias: Array | None = None
+    down_bias: Array | None = None
 
 
 def lay_router(kernel: Array, dtype: Any) -> Array:
@@ -196,13 +200,15 @@ def few_rows_experts(
     operands: ExpertOperands, choice: Choice, options: Options
 ) -> Array:
     """Adds up the outputs of the chosen experts by their weights: [N, M]."""
-    x, up, down, norm, residual = operands
+    x, up, down, norm, residual, up_bias, down_bias = operands
     x, rows = normalised(x, norm, options.eps), len(x)
     wide = {"preferred_element_type": jnp.float32}
 
     def add(slot: Array, total: Array) -> Array:
         expert = choice.ids[slot]
         parts = jnp.dot(x, up[expert], **wide)
+        if up_bias is not None:
+            parts += up_bias[expert].astype(jnp.float32)[None]
         hidden = options.activate(*jnp.split(parts, options.num_parts, axis=1))
         gates = choice.gates[expert, :rows, None]
         # What a row does not choose adds nothing, were it infinite.
@@ -212,6 +218,15 @@ def few_rows_experts(
     total = jnp.zeros((rows, down.shape[2]), jnp.float32)
     # A loop, as a gather of matrices would copy all of them.
     total = lax.fori_loop(0, choice.count[0], add, total)
+    if down_bias is not None:
+        total += output_bias(choice, down_bias, rows)
     if residual is not None:
         total += residual.astype(jnp.float32)
     return total.astype(x.dtype)
+
+
+def output_bias(choice: Choice, bias: Array, rows: int) -> Array:
+    """Adds up the biases of each row's experts by their weights: float32[N, M]."""
+    gates = choice.gates[: len(bias), :rows]
+    bias = bias.astype(jnp.float32)
+    return jnp.dot(gates.T, bias, precision=lax.Precision.HIGHEST)

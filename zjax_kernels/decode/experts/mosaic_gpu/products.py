@@ -11,10 +11,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from zjax_kernels.decode.experts.reference import Choice, ExpertOperands
+from zjax_kernels.decode.experts.reference import Choice, ExpertOperands, output_bias
 from zjax_kernels.decode.product.mosaic_gpu.kernel import End
 from zjax_kernels.decode.product.mosaic_gpu.memory import (
     Memory,
@@ -25,7 +26,14 @@ from zjax_kernels.decode.product.mosaic_gpu.memory import (
 from zjax_kernels.decode.product.mosaic_gpu.ring import Ring
 from zjax_kernels.decode.product.reference import Operands, Options
 from zjax_kernels.decode.product.tuning import CHUNK, Tuning, choose
-from zjax_kernels.sparse.mosaic_gpu.arithmetic import COLUMNS, Arithmetic, index
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
+    COLUMNS,
+    ROWS,
+    Arithmetic,
+    index,
+    per_column,
+    per_row,
+)
 from zjax_kernels.warpgroups import CLUSTER, launch, start_next, wait_for_last
 
 
@@ -127,6 +135,48 @@ class _AllExperts(Place):
         return self.ids[slot] * self.num_steps_of_expert + self.first + own
 
 
+@dataclasses.dataclass(frozen=True)
+class _Weighted(End):
+    """End of a program of one expert: biases, activation, and weights of the rows.
+
+    Args:
+        gates: float32[padded rows] weight of the expert in each row, in registers.
+        biases: float32[width] biases of each part, or none.
+    """
+
+    gates: Array
+    biases: list[Array]
+
+    def activate(self, parts: list[Array]) -> Array:
+        """Returns the weighted activation; 0 in rows that do not choose the expert."""
+        shape = self.ring.sizes.sum_shape
+        if self.biases:
+            pairs = zip(parts, self.biases, strict=True)
+            parts = [total + per_row(bias, shape) for total, bias in pairs]
+        gates = per_column(self.gates, shape)
+        # Whatever an expert makes of other rows: infinity times 0 would be NaN.
+        return jnp.where(gates == 0, 0.0, gates * self.options.activate(*parts))
+
+
+def _biases_of(ring: Ring, place: _OneExpert, bias: Any) -> list[Array]:
+    """Loads the biases of the hidden channels of a program, for each part."""
+    refs = [
+        bias.at[place.expert, ring.channels(part)] for part in range(ring.sizes.parts)
+    ]
+    biases = [ring.arithmetic.load(ref, ROWS, optimized=False) for ref in refs]
+    return [bias.astype(jnp.float32) for bias in biases]
+
+
+def _add_biases(operands: ExpertOperands, choice: Choice, rows: int) -> Array | None:
+    """Adds the weighted biases of the outputs to the residual."""
+    residual, bias = operands.residual, operands.down_bias
+    if bias is None:
+        return residual
+    total = output_bias(choice, bias, rows)
+    total = total if residual is None else total + residual.astype(jnp.float32)
+    return total.astype(operands.x.dtype)
+
+
 def _make_hidden(
     operands: ExpertOperands,
     choice: Choice,
@@ -138,7 +188,7 @@ def _make_hidden(
 
     Channels behind the last chosen expert stay as they are in memory.
     """
-    x, up, _, norm, _ = operands
+    x, up, norm = operands.x, operands.up, operands.norm
     (rows, depth), parts = x.shape, options.num_parts
     columns = up.shape[2] // parts
     tuning = tuning or choose(
@@ -154,7 +204,7 @@ def _make_hidden(
     product = Operands(x, up.reshape(-1, up.shape[2]), norm=norm)
 
     def body(inputs, outputs, scratch):
-        product, choice = inputs
+        product, choice, bias = inputs
         if options.early:
             # In this order: the next kernel reads the choice before this one ends.
             wait_for_last()
@@ -169,11 +219,12 @@ def _make_hidden(
             ring.fill(early=False)
             gates = choice.gates.at[place.expert]
             gates = arithmetic.load(gates, COLUMNS, optimized=False)
-            End(ring, options, out_ref, gates).run()
+            biases = [] if bias is None else _biases_of(ring, place, bias)
+            _Weighted(ring, options, out_ref, gates, biases).run()
 
     (hidden,) = launch(
         body,
-        (product, choice),
+        (product, choice, operands.up_bias),
         [jax.ShapeDtypeStruct((rows, choice.most * columns), x.dtype)],
         Memory.allocate(sizes, product, interpret),
         num_programs=choice.most * columns // tuning.width,
@@ -196,9 +247,8 @@ def _sum_experts(
     (_, depth, columns), (rows, channels) = operands.down.shape, hidden.shape
     tuning = tuning or choose(rows, depth, columns, dtype=hidden.dtype)
     sizes = Sizes(rows, channels, columns, 1, CHUNK, 0, tuning)
-    product = Operands(
-        hidden, operands.down.reshape(-1, columns), residual=operands.residual
-    )
+    residual = _add_biases(operands, choice, rows)
+    product = Operands(hidden, operands.down.reshape(-1, columns), residual=residual)
 
     def body(inputs, outputs, scratch):
         product, choice = inputs
@@ -206,7 +256,7 @@ def _sum_experts(
         memory, arithmetic = scratch.of(interpret), Arithmetic(interpret)
         ring = Ring(sizes, place, product, memory, arithmetic)
         ring.fill(early=early)
-        End(ring, Options(), out_ref, None).run()
+        End(ring, Options(), out_ref).run()
 
     (out,) = launch(
         body,

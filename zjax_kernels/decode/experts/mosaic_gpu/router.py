@@ -5,13 +5,13 @@ first program has all logits, and chooses.
 """
 
 import dataclasses
-import functools
-import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.decode.experts.reference import (
@@ -74,7 +74,7 @@ def choose_experts(
         settings = Options(eps=options.eps)
         gates, ids, count = outputs
         targets, lists = Choice(gates, ids, count, most), _Lists(*lists)
-        _Choose(ring, settings, None, None, options, given, targets, lists).run()
+        _Choose(ring, settings, None, options, given, targets, lists).run()
 
     outputs = [
         jax.ShapeDtypeStruct((width, sizes.padded_rows), jnp.float32),
@@ -249,34 +249,46 @@ class _Choose(End):
     def places(self, used: Array) -> Array:
         """Returns the place of each chosen expert among all chosen ones, else -1."""
         size = len(used)
-        before = []
-        for first in range(0, size, _LISTED):
-            others = self.column(self.lists.used, first, size)
-            expert, other = self.pairs(size, first)
-            before.append(jnp.where(other < expert, others, index(0)).sum(axis=1))
-        return jnp.where(used == 0, index(-1), functools.reduce(operator.add, before))
+
+        def add(nth, before):
+            others = self.column(self.lists.used, nth, size)
+            expert, other = self.pairs(size, nth)
+            return before + jnp.where(other < expert, others, index(0)).sum(axis=1)
+
+        before = self.for_some(add, self.zeros(size))
+        return jnp.where(used == 0, index(-1), before)
 
     def listed(self) -> tuple[Array, Array]:
         """Returns the chosen experts, then -1, and the number of chosen experts."""
-        size, last = self.targets.ids.shape[0], index(-1)
-        ids, counts = [], []
-        for first in range(0, self.router.columns, _LISTED):
-            place = self.column(self.lists.place, first, size)
-            slot, expert = self.pairs(size, first)
+        size = self.targets.ids.shape[0]
+
+        def add(nth, carry):
+            ids, count = carry
+            place = self.column(self.lists.place, nth, size)
+            slot, expert = self.pairs(size, nth)
             # Numbers from 1 on, as 0 is the sum where no expert is.
-            ids.append(jnp.where(place == slot, expert + 1, index(0)).sum(axis=1))
-            counts.append(jnp.where(place == last, index(0), index(1)).sum(axis=1))
-        ids, count = (functools.reduce(operator.add, each) for each in (ids, counts))
+            ids += jnp.where(place == slot, expert + 1, index(0)).sum(axis=1)
+            return ids, count + jnp.where(place < 0, index(0), index(1)).sum(axis=1)
+
+        ids, count = self.for_some(add, (self.zeros(size), self.zeros(size)))
         return ids - 1, count
 
-    def column(self, ref: Any, first: int, rows: int) -> Array:
+    def for_some(self, add: Callable[[Array, Any], Any], start: Any) -> Any:
+        """Loops over parts of the list of experts."""
+        # Instructions that run once would be fetched from memory, one after another.
+        return lax.fori_loop(0, self.router.columns // _LISTED, add, start)
+
+    def zeros(self, size: int) -> Array:
+        """Returns int32[size] of zeros, by row."""
+        return self.layout_cast(jnp.zeros(size, jnp.int32), ROWS)
+
+    def column(self, ref: Any, nth: Array, rows: int) -> Array:
         """Returns numbers of some experts, repeated for each row: [rows, experts]."""
-        numbers = ref.at[first : first + _LISTED]
-        numbers = self.load(numbers, COLUMNS)
+        numbers = self.load(ref.at[pl.ds(nth * _LISTED, _LISTED)], COLUMNS)
         return per_column(numbers, (rows, _LISTED))
 
-    def pairs(self, rows: int, first: int) -> tuple[Array, Array]:
-        """Returns row and expert of each pair, of the experts from `first` on."""
+    def pairs(self, rows: int, nth: Array) -> tuple[Array, Array]:
+        """Returns row and expert of each pair, of the experts of a part."""
         shape = rows, _LISTED
         row, column = (self.arithmetic.iota(shape, axis) for axis in (0, 1))
-        return row, column + index(first)
+        return row, column + nth * _LISTED

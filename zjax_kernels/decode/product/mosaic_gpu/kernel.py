@@ -44,7 +44,7 @@ def few_rows_matmul(
         (out_ref,) = outputs
         # The interpreter runs one kernel after another.
         ring.fill(early=options.early and interpret is None)
-        End(ring, options, out_ref, None).run()
+        End(ring, options, out_ref).run()
 
     (out,) = launch(
         body,
@@ -61,20 +61,17 @@ def few_rows_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """Steps of a program, and what follows: norm, activation, factors and residual.
+    """Steps of a program, and what follows: norm, activation and residual.
 
     Args:
         ring: Sizes, memory and operands of the program.
         options: Static choices.
         out_ref: Reference to the result in global memory.
-        factors: float32[padded rows] factors of the rows of the result, in registers,
-            or None. Rows of factor 0 are 0, whatever the product is.
     """
 
     ring: Ring
     options: Options
     out_ref: Any
-    factors: Array | None
 
     def run(self) -> None:
         """Multiplies, and stores the result in the first program of the cluster."""
@@ -133,11 +130,7 @@ class End:
     def store(self, sums: Sums) -> None:
         """Stores the result of the product."""
         memory, sizes = self.ring.memory, self.ring.sizes
-        total = self.options.activate(*self.normalised(sums))
-        if self.factors is not None:
-            factors = per_column(self.factors, sizes.sum_shape)
-            total = jnp.where(factors == 0, 0.0, total * factors)
-        total = self.layout_cast(total, PAIRS)
+        total = self.layout_cast(self.activate(self.normalised(sums)), PAIRS)
         if memory.residual is not None:
             plgpu.barrier_wait(memory.residual_ready)
             residual = self.load(memory.residual.transpose((1, 0)), PAIRS)
@@ -148,6 +141,10 @@ class End:
         columns = pl.ds(self.ring.place.output, sizes.tuning.width)
         plgpu.copy_smem_to_gmem(rows, self.out_ref.at[:, columns])
         plgpu.wait_smem_to_gmem(0)
+
+    def activate(self, parts: list[Array]) -> Array:
+        """Returns the activation of the parts of the product."""
+        return self.options.activate(*parts)
 
     def normalised(self, sums: Sums) -> list[Array]:
         """Returns the sums of the parts, divided by the deviations of a norm."""
