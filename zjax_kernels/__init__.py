@@ -17,6 +17,7 @@ from zjax_kernels.decode import (
     few_rows_matmul,
     lay_router,
     paged_attention,
+    rotate_and_write,
     write_pages,
 )
 from zjax_kernels.grouped import (
@@ -90,6 +91,7 @@ __all__ = [
     "plot_layout",
     "quantise_blocks",
     "rms_norm",
+    "rotate_and_write",
     "sequence_attention",
     "sparse_attention",
     "sparse_attention_gradients",

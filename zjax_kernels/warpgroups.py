@@ -1,5 +1,6 @@
 """Launch of kernels, loads into registers, and warpgroups: two compute, one copies."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ def launch(
 ) -> tuple[Any, ...]:
     """Runs `body(inputs, outputs, scratch)`, all of references, as a kernel.
 
-    `inputs` and `scratch` (shared memory and barriers) are pytrees, and `parameters`
+    `inputs` (arrays, and references of `jax.new_ref` that the kernel writes in place)
+    and `scratch` (shared memory and barriers) are pytrees, and `parameters`
     are of Mosaic's compiler. Programs have `num_warpgroups`, or one and no axis of
     warpgroups. With a `cluster_size` above 1 a cluster of so many, along the axis
     `CLUSTER`, takes the place of each program. `interpret` holds the interpreter's
@@ -40,26 +42,35 @@ def launch(
     """
     operands = jax.tree.leaves(inputs)
     leaves, structure = jax.tree.flatten((inputs, outputs, scratch))
-    options: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    scratch_types = leaves[len(operands) + len(outputs) :]
+    mesh: dict[str, Any] = {"grid": (num_programs,), "grid_names": ("program",)}
     # Even an axis of one warpgroup costs barriers around the kernel.
     if num_warpgroups is not None:
-        options |= {"num_threads": num_warpgroups, "thread_name": AXIS}
+        mesh |= {"num_threads": num_warpgroups, "thread_name": AXIS}
     if cluster_size > 1:
-        options |= {"cluster": (cluster_size,), "cluster_names": (CLUSTER,)}
+        mesh |= {"cluster": (cluster_size,), "cluster_names": (CLUSTER,)}
     parameters = {"lowering_semantics": plgpu.LoweringSemantics.Lane} | parameters
+    options = {
+        "out_type": tuple(outputs),
+        "compiler_params": plgpu.CompilerParams(**parameters),
+    }
+    if interpret is not None:
+        options["interpret"] = interpret
 
     def run(*refs):
         body(*jax.tree.unflatten(structure, refs))
 
-    return plgpu.kernel(
-        run,
-        out_type=tuple(outputs),
-        grid=(num_programs,),
-        grid_names=("program",),
-        scratch_types=leaves[len(operands) + len(outputs) :],
-        compiler_params=plgpu.CompilerParams(**parameters),
-        **options,
-    )(*operands)
+    if not any(isinstance(x, jax.Ref) for x in operands):
+        return plgpu.kernel(run, scratch_types=scratch_types, **options, **mesh)(
+            *operands
+        )
+
+    # The rule for `vmap` of `plgpu.kernel` hides references from older JAX.
+    def run_scoped(*refs):
+        pl.run_scoped(functools.partial(run, *refs), *scratch_types)
+
+    run_kernel: Any = pl.kernel(run_scoped, mesh=plgpu.Mesh(**mesh), **options)
+    return run_kernel(*operands)
 
 
 def load(ref: Any, layout: Any, *, interpret: Any, optimized: bool = True) -> jax.Array:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kernels.decode import test_rotate as rotations
 from tests.kernels.decode.oracle import make_case
 from tests.support.gpu import NEEDS_HOPPER
-from zjax_kernels import paged_attention, write_pages
+from zjax_kernels import paged_attention, rotate_and_write, write_pages
 
 pytestmark = NEEDS_HOPPER
 CASES = {
@@ -116,6 +117,50 @@ def test_early_kernels_compute_the_same(chunks):
     expected = np.float32(run(q, False))
     for _ in range(5):
         np.testing.assert_array_equal(np.float32(run(q, True)), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 64])
+@pytest.mark.parametrize("name", rotations.CASES)
+def test_tokens_are_rotated_and_written(name, num_tokens):
+    """Fails if the kernel leaves out or mixes up anything, early or not."""
+    case = rotations.CASES[name] | {"num_tokens": num_tokens}
+    arrays, settings = rotations.make_case(**case)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(arrays, early):
+        call = functools.partial(
+            rotate_and_write, early=early, implementation="mosaic_gpu", **settings
+        )
+        return call(*arrays)
+
+    for early in (False, True):
+        found = run(arrays, early)
+        rotations.assert_rotated(found, arrays, settings, arrays[0].dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 40])
+def test_attention_sees_the_token_that_was_just_written(num_rows):
+    """Fails if a kernel that starts early reads pages or queries too soon."""
+    starts = np.int32([700 - 9 * row for row in range(num_rows)])
+    case = make_case(starts, [1] * num_rows, heads=32, num_heads=8, size=128)
+    keys, values = (jnp.nan_to_num(jnp.asarray(x, jnp.bfloat16)) for x in case[1:3])
+    products = jax.random.normal(jax.random.key(0), (10, num_rows, 48 * 128))
+
+    @functools.partial(jax.jit, static_argnums=(2, 3))
+    def run(keys, values, early, implementation):
+        outputs, settings = [], dict(early=early, implementation=implementation)
+        for product in products.astype(keys.dtype):
+            q, keys, values = rotate_and_write(
+                product, keys, values, *case[3:], **settings
+            )
+            outputs.append(paged_attention(q, keys, values, *case[3:], **settings))
+        return jnp.stack(outputs)
+
+    expected = np.float32(run(keys, values, False, "reference"))
+    for early in (False, True, True):
+        found = np.float32(run(keys, values, early, "mosaic_gpu"))
+        atol = 1e-2 * np.abs(expected).max()
+        np.testing.assert_allclose(found, expected, atol=atol)
 
 
 def test_pages_are_written_in_place():

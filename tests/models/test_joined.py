@@ -12,6 +12,7 @@ from zjax.generation.chunks import Chunks
 from zjax.generation.passes import Reader
 from zjax.models import lora
 from zjax.models.continuation import params_of
+from zjax.models.projections import finish
 from zjax.moe import few_rows
 from zjax.ops import matmul
 from zjax.settings import schema
@@ -25,7 +26,7 @@ def products_of(config, monkeypatch):
     real = matmul.few_rows_matmul
 
     def watched(x, weights, **fused):
-        fused.pop("early")
+        assert fused.pop("early")  # weights are read before other kernels end
         names = {name for name, value in fused.items() if value not in (None, "")}
         found.append((weights.shape, names))
         return real(x, weights, **fused)
@@ -82,7 +83,7 @@ def decoding(config, num_rows):
     numbers = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
 
     def attend(parts, cache, how, q, k, v, new):
-        return q, cache
+        return finish(q, k, v, new)[0], cache
 
     def run(weights, numbers):
         grid = numbers[:, None]

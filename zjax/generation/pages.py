@@ -13,6 +13,7 @@ from zjax.generation.chunks import Chunks, split_tokens
 from zjax.generation.dtypes import CacheDtype
 from zjax.models.continuation import How
 from zjax.models.layers import Stored
+from zjax.models.projections import Projections, finish
 from zjax.ops import attention, sparse
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, pin
@@ -61,6 +62,14 @@ class Pages:
             pools.append(_pinned(pool))
         return Pages(tuple(pools))
 
+    def write_projections(
+        self, projections: Projections, chunks: Chunks
+    ) -> tuple[Float[Array, "N 1 H D"], "Pages"]:
+        """Returns the queries of chunks of one token, and the pages with the tokens."""
+        where = chunks.pages, chunks.starts, chunks.counts
+        q, (keys, values) = projections.write(self.read(), *where)
+        return q, Pages((_pinned(keys), _pinned(values)))
+
     def read(self) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values, [pages, heads, page, channels]."""
         return self.stored[0], self.stored[-1]
@@ -84,7 +93,11 @@ def attend(
     parts: Sequence[Chunks], cache: Pages, how: How, q: Any, k: Any, v: Any, new: Stored
 ) -> tuple[Float[Array, "N 1 H D"], Pages]:
     """Stores the tokens of a pass, and attends from them; see `Continuation`."""
-    del k, v  # pages hold what is left of them
+    is_decoding = len(parts) == 1 and parts[0].shape[1] == 1 and how.sparse is None
+    if isinstance(q, Projections) and is_decoding:
+        q, cache = cache.write_projections(q, parts[0])
+        return _attend_to_pages(parts[0], cache, how, q), cache
+    q, _, _, new = finish(q, k, v, new)
     cache = cache.write(new, parts)
     read = _attend_to_blocks if how.sparse is not None else _attend_to_pages
     pairs = zip(parts, split_tokens(parts, q), strict=True)

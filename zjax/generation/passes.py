@@ -22,6 +22,7 @@ from zjax.generation.sampling import (
 from zjax.generation.speculation import verify
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.continuation import AttendTo, decoder_stack, form_of
+from zjax.models.projections import finish
 from zjax.models.stack import Decoder
 from zjax.sharding.activations import pin_everywhere
 from zjax.sharding.layers import layers_of
@@ -133,7 +134,8 @@ class Reader:
         num_layers = self.continuation.num_layers
 
         def record(parts, cache, how, q, k, v, new):
-            del parts, cache, how, k
+            del parts, cache, how
+            q, _, v, new = finish(q, k, v, new)
             return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), Pages(new)
 
         def shapes(weights):

@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from zjax.errors import Problem
 from zjax.models.block import Block, BlockGroup, layers_of, segments_of
 from zjax.models.feed_forward import FeedForward
-from zjax.models.layers import Attention, Linear, are_joined, join, join_kernels
+from zjax.models.layers import (
+    Attention,
+    Linear,
+    are_joined,
+    join,
+    join_biases,
+    join_kernels,
+)
 from zjax.models.mixture import MixtureOfExperts
 from zjax.models.stack import Decoder
 from zjax.ops.narrow import WeightDtype
@@ -89,11 +97,21 @@ def _join_groups(layer: Block, weight_dtype: WeightDtype) -> None:
         if not (has_room and all(map(_is_plain, linears))):
             continue
         join(linears, weight_dtype)
+        join_biases(linears)
         is_input = layer.norm_position in ("input", "both")
         norms[place].defers = is_input and norms[place].kind == "rms_norm"
+        if isinstance(module, Attention):
+            module.defers = _rotates_halves(module)
         last = module.out if isinstance(module, Attention) else module.down
         is_last = layer.norm_position == "input" and not _has_bias(last)
         last.defers = is_last and _is_plain(last)
+
+
+def _rotates_halves(attention: Attention) -> bool:
+    """Whether each head is normalised alone, if at all, and rotates by halves."""
+    norm, is_alone = attention.query_norm, attention.normalizes_heads
+    is_plain = norm is None or (norm.kind == "rms_norm" and is_alone)
+    return is_plain and attention.rotary_pairs == "halves"
 
 
 def _has_bias(*linears: Linear | None) -> bool:
@@ -171,7 +189,7 @@ def _groups_of(layer: Block) -> Iterator[Group]:
 
 
 def _join_layer(groups: list[Group], weight_dtype: WeightDtype, params: Any) -> Any:
-    """Puts the kernels of each group into the first layer of the group."""
+    """Puts the matrices of each group into the first layer of the group."""
     for group in groups:
         params = _join_group(group, weight_dtype, params, group.place)
     return params
@@ -186,7 +204,11 @@ def _join_group(
         return params | {place[0]: inner}
     layers = {name: dict(params[name]) for name in group.names}
     kernels = [layer.pop("kernel") for layer in layers.values()]
-    layers[group.names[0]] |= join_kernels(kernels, group.num_inputs, weight_dtype)
+    first = layers[group.names[0]]
+    first |= join_kernels(kernels, group.num_inputs, weight_dtype)
+    if len(layers) > 1 and "bias" in first:
+        biases = [layer.pop("bias").reshape(-1) for layer in layers.values()]
+        first["joined_bias"] = jnp.concatenate(biases)
     return params | layers
 
 

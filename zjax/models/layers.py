@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from zjax.models.projections import Projections
 from zjax.ops import matmul, remat, rotary, weights
 from zjax.ops.keys import fold_name
 from zjax.ops.narrow import Codes, WeightDtype, quantize
@@ -36,8 +37,9 @@ equal shards."""
 Stored = tuple[jax.Array, ...]
 """Cached arrays of tokens, [B, L, heads, channels] each: keys first, values last, or
 one array for both."""
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Stored], tuple[jax.Array, Any]]
-"""`attend(q, k, v, stored) -> (outputs, cache)`."""
+Attend = Callable[[Any, Any, Any, Stored], tuple[jax.Array, Any]]
+"""`attend(q, k, v, stored) -> (outputs, cache)`; `q` may be `Projections` of all, if
+`Attention.defers`."""
 
 MatmulDtype = Literal["compute", "float8"]
 """Dtype of the operands of a matrix product; `compute` is the parameters' dtype."""
@@ -177,6 +179,7 @@ class Linear(nnx.Module):
         self.kernel: Any = make_param(inputs + outputs, normal)
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
         self.joined: Any = nnx.data(None)  # kernels or codes, see `join`
+        self.joined_bias: Any = nnx.data(None)  # see `join_biases`
         self.streams = False
         """Whether few rows meet the kernel, as in the decoding of text."""
         self.defers = False
@@ -333,6 +336,16 @@ def join(linears: Sequence[Linear], weight_dtype: WeightDtype = "compute") -> No
         linear.kernel = nnx.data(None)
 
 
+def join_biases(linears: Sequence[Linear]) -> None:
+    """Gives abstract layers, which all have a bias or none, one bias side by side."""
+    if linears[0].bias is None:
+        return
+    bias = nnx.Param(jax.ShapeDtypeStruct((), jnp.float32))
+    linears[0].joined_bias = nnx.data(bias)
+    for linear in linears:
+        linear.bias = nnx.data(None)
+
+
 def are_joined(linears: Sequence[Linear]) -> bool:
     """Whether the first of some layers holds the kernels of all."""
     first, *others = linears
@@ -356,10 +369,16 @@ def join_kernels(
 
 def _project_joined(x, linears):
     """Multiplies a stream by joined kernels, and shares out the columns."""
-    first, sizes = linears[0], [math.prod(each.output_sizes) for each in linears]
-    ends = [*itertools.accumulate(sizes)]
-    products = jnp.split(dot_joined(x, first), ends[:-1], axis=-1)
-    pairs = zip(linears, products, strict=True)
+    y, bias = dot_joined(x, linears[0]), linears[0].joined_bias
+    return split_joined(y if bias is None else y + bias[...][None, None], linears)
+
+
+def split_joined(
+    y: Float[Array, "B L N"], linears: Sequence[Linear]
+) -> list[Float[Array, "B L ..."]]:
+    """Shares out the columns of a product with joined kernels."""
+    ends = [*itertools.accumulate(math.prod(each.output_sizes) for each in linears)]
+    pairs = zip(linears, jnp.split(y, ends[:-1], axis=-1), strict=True)
     return [linear.finish(y, linear.output_sizes, "") for linear, y in pairs]
 
 
@@ -398,12 +417,15 @@ class Norm(nnx.Module):
         self.scale = make_param(dims, jnp.zeros if self.zero_centered else jnp.ones)
         self.bias = make_param(dims, jnp.zeros) if has_bias else None
 
+    def factors(self) -> Float[Array, "..."]:
+        """Returns the factors of normalised values."""
+        scale = self.scale[...]
+        # In bfloat16, 1 + a small scale would round to 1.
+        return 1.0 + scale.astype(jnp.float32) if self.zero_centered else scale
+
     def __call__(self, x: Float[Array, "B L *N"]) -> Any:
         """Normalises the last dims of each token."""
-        scale = self.scale[...]
-        if self.zero_centered:
-            # In bfloat16, 1 + a small scale would round to 1.
-            scale = 1.0 + scale.astype(jnp.float32)
+        scale = self.factors()
         if self.defers:
             return Normalized(x, scale, self.eps)
         shape, num_dims = x.shape, scale.ndim
@@ -458,6 +480,9 @@ class Attention(nnx.Module):
             config.query_key_norm,
             config.query_key_norm_scope == "head",
         )
+        self.defers = False
+        """Whether `attend` takes `Projections`, of joined kernels."""
+        self.normalizes_heads = by_head
         query_dims, key_dims = [(head_dim,)] * 2 if by_head else (heads, kv_heads)
         self.query_norm = Norm(config, query_dims) if has_norms else None
         self.key_norm = Norm(config, key_dims) if has_norms else None
@@ -471,25 +496,51 @@ class Attention(nnx.Module):
     ) -> tuple[Any, Any]:
         """Projects, attends and projects back; returns outputs and cache."""
         heads = self._heads()
-        arrangements = heads.lay_queries, heads.lay_keys, heads.lay_keys
-        q, k, v = project(
-            x,
-            (self.query, self.key, self.value),
-            arrangements=arrangements,
-            adapter_dropout=adapter_dropout,
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            # Before the rotation, as in Qwen3 and OLMo 2.
-            q, k = self.query_norm(q), self.key_norm(k)
-        if rotation is not None:
-            q, k = (rotary.rotate(y, *rotation, self.rotary_pairs) for y in (q, k))
-        if self.query_scale != 1.0:
-            q = (q * self.query_scale).astype(q.dtype)
-        outputs, cache = attend(q, k, v, (k, v))
+        if self.defers:
+            outputs, cache = attend(self._defer(x, rotation), None, None, ())
+        else:
+            arrangements = heads.lay_queries, heads.lay_keys, heads.lay_keys
+            q, k, v = project(
+                x,
+                (self.query, self.key, self.value),
+                arrangements=arrangements,
+                adapter_dropout=adapter_dropout,
+            )
+            q, k = self._rotate(q, k, rotation)
+            outputs, cache = attend(q, k, v, (k, v))
         y = self.out(
             outputs, arrange=heads.lay_queries, adapter_dropout=adapter_dropout
         )
         return y, cache
+
+    def _rotate(self, q, k, rotation):
+        """Applies norms, rotation and scale to queries and keys."""
+        if self.query_norm is not None and self.key_norm is not None:
+            # Before the rotation, as in Qwen3 and OLMo 2.
+            q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            cos, sin = rotation
+            q, k = (rotary.rotate(y, cos, sin, self.rotary_pairs) for y in (q, k))
+        if self.query_scale != 1.0:
+            q = (q * self.query_scale).astype(q.dtype)
+        return q, k
+
+    def _defer(self, x, rotation):
+        """Leaves norms and rotation of a joined product to the store of keys."""
+        linears = self.query, self.key, self.value
+        product, bias = dot_joined(x, self.query), self.query.joined_bias
+        bias = None if bias is None else bias[...]
+
+        def split():
+            y = product if bias is None else product + bias[None, None]
+            q, k, v = split_joined(y, linears)
+            return *self._rotate(q, k, rotation), v
+
+        norms = None
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm.factors(), self.key_norm.factors()
+            norms = query, key, self.query_norm.eps
+        return Projections(product, bias, norms, rotation, self.query_scale, split)
 
     def laid_sinks(self) -> Float[Array, " H"] | None:
         """Attention sink of each head, in the layout of heads on the mesh in use."""

@@ -9,6 +9,7 @@ from zjax_kernels.decode.experts import (
     lay_router,
 )
 from zjax_kernels.decode.product import few_rows_matmul
+from zjax_kernels.decode.rotate import rotate_and_write
 
 __all__ = [
     "Choice",
@@ -17,5 +18,6 @@ __all__ = [
     "few_rows_matmul",
     "lay_router",
     "paged_attention",
+    "rotate_and_write",
     "write_pages",
 ]

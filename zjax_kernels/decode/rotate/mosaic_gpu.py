@@ -1,0 +1,236 @@
+"""Kernel that rotates decoded tokens and writes them to pages, on Hopper GPUs.
+
+A program is one warpgroup, and each warp has one head of a token. Heads are written one
+by one: to the queries, or to the pages of keys or values.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels import warpgroups
+from zjax_kernels.decode.rotate.reference import Operands, Options
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
+    Arithmetic,
+    index,
+    per_column,
+    per_row,
+)
+
+HEADS = 4
+"""Heads of a program: a warp for each."""
+LANES = 32
+"""Lanes of a warp, over which channels are distributed."""
+
+
+def rotate_and_write(
+    operands: Operands,
+    keys: Array,
+    values: Array,
+    options: Options,
+    *,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """Runs `reference.rotate_and_write` on a Hopper GPU, for 16-bit arrays.
+
+    `interpret` holds the interpreter's parameters, None on a GPU.
+    """
+    num_tokens, num_heads, size = operands.product.shape
+    tiles = -(-num_heads // HEADS)
+    # Kernels write to references in place.
+    pools = [jax.new_ref(pool, memory_space=plgpu.GMEM) for pool in (keys, values)]
+
+    def body(inputs, outputs, scratch):
+        refs, *pool_refs = inputs
+        (q_ref,) = outputs
+        # The interpreter runs one kernel after another.
+        if options.early and interpret is None:
+            warpgroups.start_next()
+            warpgroups.wait_for_last()
+        program = lax.axis_index("program")
+        token, tile = lax.div(program, index(tiles)), lax.rem(program, index(tiles))
+        own = tile * HEADS
+        # The last program reads heads of the program before, to have enough.
+        first = jnp.minimum(own, index(num_heads - HEADS))
+        arithmetic = Arithmetic(interpret)
+        heads = _Heads(Operands(*refs), options, token, first, own, arithmetic)
+        heads.rotate(pool_refs[0].shape[1], scratch)
+        heads.write(scratch, q_ref, *pool_refs)
+
+    shape = num_tokens, 1, options.num_queries, size
+    (q,) = warpgroups.launch(
+        body,
+        (operands, *pools),
+        [jax.ShapeDtypeStruct(shape, operands.product.dtype)],
+        plgpu.SMEM((HEADS, size), operands.product.dtype),
+        num_programs=num_tokens * tiles,
+        interpret=interpret,
+        approx_math=True,  # rsqrt is a single instruction
+        reduction_scratch_bytes=0,  # heads are reduced within a warp
+    )
+    return q, jax.freeze(pools[0]), jax.freeze(pools[1])
+
+
+class _Span(NamedTuple):
+    """Channels of a head.
+
+    Args:
+        first: First channel.
+        width: Number of channels.
+    """
+
+    first: int
+    width: int
+
+    @property
+    def channels(self) -> Any:
+        """The channels as an index."""
+        return pl.ds(self.first, self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Heads:
+    """Some heads of a token, side by side in the product.
+
+    Args:
+        operands: `Operands` of references to global memory.
+        options: Static choices.
+        token: Index of the token.
+        first: First of the heads among queries, keys and values.
+        own: First head that the program writes.
+        arithmetic: Operations on registers.
+    """
+
+    operands: Operands
+    options: Options
+    token: Array
+    first: Array
+    own: Array
+    arithmetic: Arithmetic
+
+    @functools.cached_property
+    def spans(self) -> list[_Span]:
+        """Channels that rotate, in halves, and the others behind them."""
+        size = self.operands.product.shape[-1]
+        rotation = self.operands.rotation
+        half = 0 if rotation is None else rotation[0].shape[-1]
+        spans = _Span(0, half), _Span(half, half), _Span(2 * half, size - 2 * half)
+        return [span for span in spans if span.width]
+
+    @property
+    def layout(self) -> Any:
+        """Layout of heads in registers: a warp for each, channels over the lanes."""
+        per_lane = math.gcd(*(span.width for span in self.spans)) // LANES
+        vector = math.gcd(per_lane, 4)
+        tiling = plgpu.Tiling(((HEADS, LANES * vector), (vector,)))
+        return plgpu.Layout.TILED(
+            tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        )
+
+    def load(self, ref: Any, layout: Any) -> Array:
+        """Loads numbers from global memory, as float32."""
+        return self.arithmetic.load(ref, layout, optimized=False).astype(jnp.float32)
+
+    def rotate(self, num_keys: int, target: Any) -> None:
+        """Writes the finished heads to shared memory."""
+        heads, product = pl.ds(self.first, HEADS), self.operands.product
+        spans, layout = self.spans, self.layout
+        raw = [
+            self.load(product.at[self.token, heads, span.channels], layout)
+            for span in spans
+        ]
+        if self.operands.bias is not None:
+            bias = self.operands.bias
+            raw = [
+                x + self.load(bias.at[heads, span.channels], layout)
+                for x, span in zip(raw, spans, strict=True)
+            ]
+        first_value = self.options.num_queries + num_keys
+        found = self.turn(self.normalize(raw))
+        for x, y, span in zip(raw, found, spans, strict=True):
+            y *= self.select(self.options.num_queries, self.options.query_scale, 1.0, y)
+            y = self.select(first_value, y, x, y)
+            target.at[:, span.channels][...] = y.astype(target.dtype)
+        plgpu.commit_smem()  # copies must see the writes of registers
+
+    def select(self, end: int, before: Any, behind: Any, like: Array) -> Any:
+        """Chooses numbers for heads before `end`, and for the heads behind."""
+        if isinstance(before, float) and before == behind:
+            return behind
+        heads = self.iota(like.shape) + self.first
+        return jnp.where(heads < index(end), before, behind)
+
+    def iota(self, shape: tuple[int, ...]) -> Array:
+        """Returns the number of each head, int32[shape]."""
+        if self.arithmetic.simulated:
+            return lax.broadcasted_iota(jnp.int32, shape, 0)
+        return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.layout)
+
+    def normalize(self, parts: list[Array]) -> list[Array]:
+        """Applies the norms of queries and keys."""
+        if self.operands.norms is None:
+            return parts
+        size = self.operands.product.shape[-1]
+        squares = sum((x * x).sum(axis=1) for x in parts)
+        inverse = lax.rsqrt(squares * (1 / size) + self.options.eps)
+        found = []
+        for x, span in zip(parts, self.spans, strict=True):
+            query, key = (
+                self.per_channel(ref.at[span.channels]) for ref in self.operands.norms
+            )
+            scale = self.select(self.options.num_queries, query, key, x)
+            level = self.arithmetic.layout_cast(per_row(inverse, x.shape), self.layout)
+            found.append(x * level * scale)
+        return found
+
+    def per_channel(self, ref: Any) -> Array:
+        """Loads a number for each channel, and repeats them for all heads."""
+        row = self.load(ref, self.layout.reduce(0))
+        tile = per_column(row, (HEADS, *row.shape))
+        return self.arithmetic.layout_cast(tile, self.layout)
+
+    def turn(self, parts: list[Array]) -> list[Array]:
+        """Rotates pairs of channels."""
+        if self.operands.rotation is None:
+            return parts
+        x, y, *others = parts
+        rotation = self.operands.rotation
+        cos, sin = (self.per_channel(ref.at[self.token]) for ref in rotation)
+        return [x * cos - y * sin, y * cos + x * sin, *others]
+
+    def write(self, source: Any, q_ref: Any, keys_ref: Any, values_ref: Any) -> None:
+        """Copies heads from shared memory to the queries, or to the pages."""
+        _, num_keys, page_size, _ = keys_ref.shape
+        first_key = self.options.num_queries
+        first_value = first_key + num_keys
+        pages, position = self.operands.pages, self.operands.starts[self.token]
+        last = index(pages.shape[1] - 1)
+        place = jnp.minimum(lax.div(position, index(page_size)), last)
+        page = pages[self.token, place]
+        slot = lax.rem(position, index(page_size))
+        is_written = self.operands.counts[self.token] > 0
+        ends = 0, first_key, first_value, first_value + num_keys
+        targets: list[Callable[[Array], Any]] = [
+            lambda head: q_ref.at[self.token, 0, head],
+            lambda head: keys_ref.at[page, head - first_key, slot],
+            lambda head: values_ref.at[page, head - first_value, slot],
+        ]
+        for nth in range(HEADS):
+            head = self.first + nth
+            for number, target in enumerate(targets):
+                is_here = (head >= ends[number]) & (head < ends[number + 1])
+                is_here &= head >= self.own
+
+                @pl.when(is_here & is_written if number else is_here)
+                def _(nth=nth, head=head, target=target):
+                    plgpu.copy_smem_to_gmem(source.at[nth], target(head))
+
+        plgpu.wait_smem_to_gmem(0)
