@@ -146,3 +146,22 @@ def test_a_picture_of_more_and_more_clients(tmp_path, monkeypatch):
     points = json.loads((tmp_path / "points" / "serve_load.json").read_text())
     assert {"1 clients tokens/s", "2 clients first_seconds", "date"} <= {*points}
     assert (tmp_path / "serve_load.png").stat().st_size > 5_000
+
+
+def test_texts_are_written_with_drafts_and_without(monkeypatch, capfd):
+    """Fails if both ways are one, or write other texts."""
+    module = load("speculation_ours")
+    shape = dataclasses.replace(module.SHAPES["tiny"], num_layers=1)
+    monkeypatch.setitem(module.SHAPES, "tiny", shape)
+    for name, value in (("WARM_UPS", 1), ("ROUNDS", 2), ("NUM_NEW", 96)):
+        monkeypatch.setattr(module, name, value)
+    cases = {"1 text": (1, 0.0), "8 texts": (2, 0.0), "8 drawn texts": (2, 3.0)}
+    assert cases.keys() == module.CASES.keys()
+    monkeypatch.setattr(module, "CASES", cases)
+    found = printed(module, monkeypatch, capfd, "--quick")
+    assert {*metrics_of("speculation", "zjax 7B")} <= {*found}
+    for name in cases:
+        assert found[f"{name}, equal share"]["min"] == 1
+        assert found[f"{name}, plain tokens/s"]["n"] == 2
+    assert 0 < found["1 text, accepted"] <= found["1 text, drafts"]
+    assert found["8 drawn texts, drafts"] == 0

@@ -231,6 +231,7 @@ UNPUBLISHED = {
     "narrow_decode",
     "serve_8b",
     "serve_first_token",
+    "speculation",
     "tensor_6p7b",
     "three_d",
     "ulysses_ring",

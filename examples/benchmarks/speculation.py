@@ -1,0 +1,46 @@
+"""Texts of a Llama of 7B that repeat, written with drafts of n-grams and without.
+
+Both ways take turns in one program, on the same prompts. Texts that do not repeat must
+not become slower.
+"""
+
+from contestants import on_one_device
+from contests import Case, Contest, Row
+
+OURS = on_one_device("zjax 7B", "zjax", "speculation_ours", timeout_seconds=240)
+BARS = {"1 text": (1.5, 2.5), "8 texts": (1.3, 2.0), "8 drawn texts": (0.95, 1.0)}
+"""Least and hoped-for ratio."""
+
+
+def get_contest():
+    return Contest("Speculation", (OURS,), (row(),))
+
+
+def row():
+    """Tokens per second with drafts, over those without."""
+    return Row(
+        "speculation",
+        "Texts that repeat are written faster with drafts, and others no slower.",
+        tuple(compare(name, *bars) for name, bars in BARS.items()),
+        headline="Llama 7B, texts that repeat: with drafts over without",
+        notes="random weights in bfloat16; prompts of 48 random tokens, 4 times; 256 "
+        "new tokens; greedy texts of random weights go round in circles, texts drawn "
+        "at temperature 1 do not repeat; 3 drafts at most, from the text alone; new "
+        "prompts in each round; prompts are in the time",
+        by_devices=False,
+    )
+
+
+def compare(name, must, aim):
+    """Rate of both ways, which one program measures in turn."""
+    return Case(
+        ours=(OURS.name,),
+        peer=(OURS.name,),
+        metric=f"{name}, drafts tokens/s",
+        peer_metric=f"{name}, plain tokens/s",
+        unit="tokens/s",
+        must=must,
+        aim=aim,
+        name=name,
+        peer_name="without drafts",
+    )
