@@ -126,6 +126,32 @@ def test_shared_experts_keep_norm_and_residual(monkeypatch):
     assert found[0] == {"activation", "early"}
 
 
+@pytest.mark.parametrize(
+    "moe",
+    [MIXTURE.moe, dataclasses.replace(MIXTURE.moe, num_groups=4, top_groups=2)],
+    ids=["a kernel", "the router of training"],
+)
+def test_padding_of_a_pass_chooses_no_expert(monkeypatch, moe):
+    """Fails if lanes that fill up a pass read experts."""
+    counts, real = [], few_rows.few_rows_experts
+
+    def watched(x, choice, *arrays, **settings):
+        jax.debug.callback(lambda count: counts.append(int(count)), choice.count[0])
+        return real(x, choice, *arrays, **settings)
+
+    monkeypatch.setattr(few_rows, "few_rows_experts", watched)
+    config = dataclasses.replace(MIXTURE, moe=moe)
+    run, *arrays = decoding(config, 5)
+    weights, _ = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
+    jax.block_until_ready(jax.jit(run)(weights, jnp.array([0, 1, 0, 1, 0])))
+    jax.effects_barrier()
+    assert counts == [2, 2]
+    counts.clear()
+    jax.block_until_ready(jax.jit(run)(weights, jnp.zeros(5, jnp.int32)))
+    jax.effects_barrier()
+    assert counts == [0, 0]
+
+
 @pytest.mark.parametrize("num_rows", [1, 16])
 def test_a_mixture_is_three_kernels(monkeypatch, num_rows):
     """Router, and the products before and behind the activation; attention is two."""
