@@ -13,7 +13,7 @@ import pytest
 from tests.support import small_llama, small_run
 from tests.support.command_line import typed
 from tests.support.refusals import config_error
-from zjax.cli import commands, generating
+from zjax.cli import commands, generating, prompt_file
 from zjax.cli.prompt_file import chats_given, read_prompts, texts_given
 from zjax.data.prompts import as_talk
 from zjax.files import MAX_TEXT_BYTES
@@ -178,7 +178,7 @@ def test_a_file_that_was_cut_is_gone_on_with(write, opened, monkeypatch, num_lin
 
     def counted(prompts, *given, **named):
         asked.extend(prompts)
-        return generate_each(prompts, *given, **named)
+        return generate_each([*asked], *given, **named)
 
     monkeypatch.setattr(opened[0], "generate_each", counted)
     assert write("--num_samples=2").read_bytes() == whole
@@ -260,13 +260,38 @@ def test_texts_are_a_field_of_records(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a\\nb", "question": "c"}\n')
     given = f"--file={path}"
-    assert texts_given(typed("generate", given)) == ["a\nb"]
-    assert texts_given(typed("generate", given, "--text_field=question")) == ["c"]
+    assert [*texts_given(typed("generate", given))] == ["a\nb"]
+    assert [*texts_given(typed("generate", given, "--text_field=question"))] == ["c"]
     path.write_text('{"prompt": [1, 2]}\n')
     with config_error(
         f"--file='{path}' has token ids in 'prompt'; choose another --text_field"
     ):
         texts_given(typed("generate", given))
+
+
+@pytest.mark.parametrize("words", [(), ("--chat",)], ids=["texts", "chats"])
+def test_records_are_read_as_they_are_needed(words, tmp_path, monkeypatch):
+    """Fails if all prompts of a file are held in memory, or a record is found wrong
+    after the weights were read.
+    """
+    path, num_read = tmp_path / "prompts.jsonl", []
+    turns = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
+    path.write_text(3 * (json.dumps(turns) + "\n"))
+    for name in ("read_documents", "read_conversations"):
+        read = getattr(prompt_file, name)
+
+        def counted(*given, read=read):
+            for document in read(*given):
+                num_read.append(document)
+                yield document
+
+        monkeypatch.setattr(prompt_file, name, counted)
+    given = typed("generate", *words, f"--file={path}")
+    prompts = chats_given(given) if words else texts_given(given)
+    assert len(prompts) == len(num_read) == 3
+    next(iter(prompts))
+    assert len(num_read) == 4
+    assert len([*prompts]) == len([*prompts]) == 3
 
 
 def test_a_checkpoint_of_hugging_face_answers_without_a_run(tmp_path, monkeypatch):

@@ -3,11 +3,12 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from rich.progress import Progress as Bar
 
 from zjax.cli import commands
 from zjax.cli.connection import connected
-from zjax.cli.prompt_file import Prompt, chats_given, texts_given
+from zjax.cli.prompt_file import Prompt, Prompts, chats_given, texts_given
 from zjax.cli.text_file import TextFile
 from zjax.cli.usage import NO_VALUE, Command, flag, integer, number
 from zjax.config.flags import changes_given, refuse_flags
@@ -81,7 +82,7 @@ def count_drafts(metrics: Metrics) -> str:
 
 def print_lines(
     generator: Generator,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     sampling: Sampling,
     given: flags.FlagValues,
     weights: str,
@@ -89,8 +90,9 @@ def print_lines(
 ) -> None:
     """Prints the texts of all prompts, in process 0."""
     special = {"special_tokens": given.special_tokens}
-    found = generator.generate_each(prompts, sampling, **special)
-    for prompt, texts in zip(prompts, found, strict=True):
+    given_prompts, shown = itertools.tee(prompts)  # holds the prompts in flight
+    found = generator.generate_each(given_prompts, sampling, **special)
+    for prompt, texts in zip(shown, found, strict=True):
         for text in texts if process_id == 0 else ():
             line = describe_text(prompt, text.text, as_json=bool(given.file))
             print(line, flush=True)
@@ -139,11 +141,12 @@ def origin_of(
     given: flags.FlagValues, sampling: Sampling, weights: str
 ) -> dict[str, Any]:
     """Lists all that texts of a file depend on."""
-    content = given.prompt.encode()
+    digest = hashlib.sha256(given.prompt.encode())
     if given.file:
-        content = pathlib.Path(local_path("file", given.file)).read_bytes()
+        with open(local_path("file", given.file), "rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
     return {
-        "prompts": hashlib.sha256(content).hexdigest(),
+        "prompts": digest.hexdigest(),
         "weights": weights,
         "settings": changes_given(given),
         "chat": given.chat,
@@ -155,7 +158,7 @@ def origin_of(
 
 def write_lines(
     generator: Generator,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     sampling: Sampling,
     given: flags.FlagValues,
     weights: str,
@@ -166,10 +169,10 @@ def write_lines(
     origin = origin_of(given, sampling, weights)
     special, num_samples = given.special_tokens, sampling.num_samples
     with opened(path, origin, num_samples) as (file, num_done):
-        left = prompts[num_done:]
+        left, shown = itertools.tee(itertools.islice(prompts, num_done, None))
         found = generator.generate_each(left, sampling, special_tokens=special)
         with Progress(len(prompts), num_done, num_samples) as progress:
-            for prompt, texts in zip(left, found, strict=True):
+            for prompt, texts in zip(shown, found, strict=True):
                 if file is not None:
                     for text in texts:
                         file.write(record_of(prompt, text))

@@ -1,6 +1,7 @@
 """Prompts that a command line names: one, or each line or record of a file."""
 
 import pathlib
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 
@@ -17,7 +18,34 @@ RECORD_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
 """Suffixes of files that hold records instead of lines."""
 
 
-def texts_given(given: flags.FlagValues) -> list[str]:
+class PromptFile:
+    """Prompts of a file of records, which each loop reads anew: any number fits.
+
+    Args:
+        read: Function that reads all prompts in order.
+
+    Raises:
+        ConfigError: A record is no prompt.
+        DataError: The file cannot be read.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[Prompt]]):
+        self._read = read
+        # Whatever is wrong is told now, before the weights are read.
+        self._number = sum(1 for _ in read())
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self._read()
+
+
+Prompts = Sequence[Prompt] | PromptFile
+"""Prompts that may be read more than once, in order."""
+
+
+def texts_given(given: flags.FlagValues) -> Sequence[str] | PromptFile:
     """Reads the texts to continue: of `--file`, or `--prompt`."""
     if not given.file:
         return [given.prompt]
@@ -25,15 +53,20 @@ def texts_given(given: flags.FlagValues) -> list[str]:
     path = pathlib.Path(local_path("file", given.file))
     if path.suffix.lower() not in RECORD_SUFFIXES:
         return read_prompts(given.file)
-    documents = [*read_documents(path, given.text_field)]
-    if any(document.tokens is not None for document in documents):
-        problem = f"has token ids in {given.text_field!r}"
-        remedy = "choose another --text_field"
-        raise ConfigError(Problem("--file", str(path), problem, remedy))
-    return [document.text for document in documents]
+    return PromptFile(lambda: _read_texts(path, given.text_field))
 
 
-def chats_given(given: flags.FlagValues) -> list[Conversation]:
+def _read_texts(path: pathlib.Path, field: str) -> Iterator[str]:
+    """Yields the texts of a field of records."""
+    for document in read_documents(path, field):
+        if document.tokens is not None:
+            problem = f"has token ids in {field!r}"
+            remedy = "choose another --text_field"
+            raise ConfigError(Problem("--file", str(path), problem, remedy))
+        yield document.text
+
+
+def chats_given(given: flags.FlagValues) -> Sequence[Conversation] | PromptFile:
     """Reads the conversations to answer.
 
     `--prompt`, or each line of a text file, is the message of a user. JSON Lines and
@@ -46,10 +79,14 @@ def chats_given(given: flags.FlagValues) -> list[Conversation]:
         raise ConfigError(Problem("--chat", given.chat, "has no message", remedy))
     if pathlib.Path(given.file).suffix.lower() in RECORD_SUFFIXES:
         refuse_flags(given, ["prompt"], "has no effect with --file")
-        documents = read_conversations(
-            pathlib.Path(local_path("file", given.file)), set()
-        )
-        return [document.talk for document in documents if document.talk is not None]
+        path = pathlib.Path(local_path("file", given.file))
+        told = set[str]()  # fields that are not read are logged once
+
+        def read() -> Iterator[Conversation]:
+            documents = read_conversations(path, told)
+            return (x.talk for x in documents if x.talk is not None)
+
+        return PromptFile(read)
     return [as_talk([{"role": "user", "content": text}]) for text in texts_given(given)]
 
 
