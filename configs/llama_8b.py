@@ -5,6 +5,9 @@ Needs:   tokens in data/llama, made by `zjax data prepare`;
          8 or more GPUs of 80 GiB whose number divides 256.
 Expect:  on 64 GPUs about 2.3 GB of state on each, plus activations.
          `zjax plan --config=configs/llama_8b.py --num_devices=64` lists all.
+Text:    zjax generate --run=runs/llama_8b --prompt="Once" --max_rows=64
+         zjax serve --run=runs/llama_8b --max_rows=64
+         zjax plan --generate --config=llama_8b --num_devices=1 --device=H200
 """
 
 from zjax import config as zconfig

@@ -7,6 +7,9 @@ Needs:   tokens in data/mixtral, made by `zjax data prepare`;
          16, 32, 64, 128 or 256 GPUs of 80 GiB; 8 neighbours share the experts.
 Expect:  on 64 GPUs about 13 GB of state on each, plus activations.
          `zjax plan --config=configs/mixtral_8x7b.py --num_devices=64` lists all.
+Text:    zjax generate --run=runs/mixtral_8x7b --prompt="Once" --max_rows=64
+         zjax serve --run=runs/mixtral_8x7b --max_rows=64
+         zjax plan --generate --config=mixtral_8x7b --num_devices=8 --device=H200
 """
 
 from zjax import config as zconfig

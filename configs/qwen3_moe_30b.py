@@ -7,6 +7,9 @@ Needs:   tokens in data/qwen3, made by `zjax data prepare`;
          16, 32, 64, 128 or 256 GPUs of 80 GiB; 8 neighbours share the experts.
 Expect:  on 64 GPUs about 8.6 GB of state on each, plus activations.
          `zjax plan --config=configs/qwen3_moe_30b.py --num_devices=64` lists all.
+Text:    zjax generate --run=runs/qwen3_moe_30b --prompt="Once" --max_rows=64
+         zjax serve --run=runs/qwen3_moe_30b --max_rows=64
+         zjax plan --generate --config=qwen3_moe_30b --num_devices=8 --device=H200
 """
 
 from zjax import config as zconfig
