@@ -9,6 +9,7 @@ import pytest
 from tests.support import small_run
 from tests.support.allocated import bytes_here, weights_and_caches
 from zjax.errors import ConfigError
+from zjax.generation.dtypes import Dtypes
 from zjax.generation.footprint import footprint_of
 from zjax.generation.generator import Generator
 from zjax.generation.sizes import PAGE_SIZE, fit_pages
@@ -54,6 +55,23 @@ def test_weights_and_pages_take_what_is_planned(settings):
     assert footprint.resident_bytes == weights
     assert footprint.token_bytes * 5 * PAGE_SIZE == caches
     assert footprint.streamed_bytes == 0
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_codes_and_narrow_keys_take_what_is_planned(weight_dtype):
+    """Fails if a plan counts matrices that are codes, or scales are forgotten."""
+    run, plain = make("model.embed_size=64")
+    dtypes = Dtypes(weight_dtype, "float8")
+    footprint = footprint_of(run.config, run.plan, run.model, dtypes)
+    given = {"weight_dtype": weight_dtype, "cache_dtype": "float8"}
+    with Generator(run, run.state, max_rows=1, num_pages=5, **given) as generator:
+        weights, caches = weights_and_caches(generator)
+    if weight_dtype == "int8":  # a CPU stores an int4 in a byte
+        assert footprint.resident_bytes == weights
+    assert footprint.resident_bytes <= weights
+    assert footprint.token_bytes * 5 * PAGE_SIZE == caches
+    assert footprint.token_bytes == plain.token_bytes / 4
+    assert footprint.start_bytes == plain.resident_bytes + footprint.resident_bytes
 
 
 def test_blocks_off_the_devices_are_no_part_of_what_stays():
@@ -131,8 +149,9 @@ def test_layers_with_a_window_read_the_window():
 def test_a_step_reads_the_experts_that_tokens_choose():
     """Fails if one token reads all experts, or many tokens read some twice."""
     few = planned(moe={"num_experts": 8, "top_k": 2})
-    experts = sum(row.used_bytes for row in few.experts)
+    experts = few.expert_bytes
     assert experts == 2 * 8 * 2 * (2 * 16 * 32)
+    assert few.num_experts == 8
     assert few.touched_experts(1) == 1 / 4
     assert few.touched_experts(2) == pytest.approx(1 - (3 / 4) ** 2)
     assert few.touched_experts(64) == pytest.approx(1, abs=1e-7)

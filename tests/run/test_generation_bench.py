@@ -14,6 +14,7 @@ from tests.support.command_line import typed
 from tests.support.refusals import config_error
 from zjax.cli.measuring import bench, read_rows
 from zjax.estimate.device_memory import DeviceMemory
+from zjax.generation.dtypes import Dtypes
 from zjax.generation.generator import Generator
 from zjax.generation.sizes import sizes_of
 from zjax.run.bench import Spread
@@ -198,9 +199,15 @@ def test_the_command_prints_the_table_and_a_result(measured, monkeypatch, capsys
 
     command = importlib.import_module("zjax.cli.measuring")
     monkeypatch.setattr(command, "measure_generation", measure)
-    words = "--config=quickstart", "--rows=2,1", "--max_length=48"
+    words = (
+        "--config=quickstart",
+        "--rows=2,1",
+        "--max_length=48",
+        "--weight_dtype=int8",
+    )
     bench(typed("bench", "--generate", *words))
-    assert asked == [(128, {"model": "", "rows": (1, 2), "max_length": 48})]
+    passed = {"model": "", "rows": (1, 2), "max_length": 48}
+    assert asked == [(128, passed | {"dtypes": Dtypes("int8")})]
     out = capsys.readouterr().out
     assert describe_generation(measured) in out
     result = json.loads(out.splitlines()[-1].removeprefix("RESULT "))

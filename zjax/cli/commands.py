@@ -75,6 +75,8 @@ NUM_DRAFTS = integer(
     "Tokens that repeating texts read ahead in a pass, up to 15; 0 is none.",
     0,
 )
+DTYPES_STORED = "weight_dtype", "cache_dtype"
+"""Flags of how a generator stores weights and keys."""
 PART = choice(
     "part", "Which weights; auto takes averaged ones.", "auto", enum_values=PARTS
 )
@@ -193,7 +195,7 @@ def open_generator(
 
     `chat` is a directory with a chat template, in place of the template of a run.
     """
-    dtypes = {x: given[x].value for x in ("weight_dtype", "cache_dtype")}
+    dtypes = {x: given[x].value for x in DTYPES_STORED}
     # Texts of other dtypes are other texts.
     changed = {name: x for name, x in dtypes.items() if x != "compute"}
     narrow = "".join(f", {name}={x}" for name, x in changed.items())

@@ -10,12 +10,13 @@ from zjax.cli.usage import Command, switch, texts
 from zjax.config.flags import config_from_flags, refuse_flags, settings_given
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
+from zjax.generation.dtypes import Dtypes
 from zjax.processes.programs import result_line
 from zjax.run.bench import describe_measurement, measure
 from zjax.run.disks import describe_disks, measure_disks
 from zjax.run.generation_bench import describe_generation, measure_generation
 
-GENERATION = "model", "rows", "max_length"
+GENERATION = "model", "rows", "max_length", *commands.DTYPES_STORED
 """Flags that are read with `--generate` alone."""
 
 
@@ -52,6 +53,7 @@ def bench_generation(given: flags.FlagValues) -> None:
             model=given.model and local_path("model", given.model),
             rows=rows,
             max_length=given.max_length,
+            dtypes=Dtypes(given.weight_dtype, given.cache_dtype),
         )
         if info.process_id == 0:
             print(describe_generation(speed))
@@ -83,5 +85,7 @@ BENCH = Command(
             [],
         ),
         commands.MAX_LENGTH,
+        commands.WEIGHT_DTYPE,
+        commands.CACHE_DTYPE,
     ),
 )

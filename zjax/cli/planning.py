@@ -6,10 +6,11 @@ from zjax.cli import commands
 from zjax.cli.usage import Command, flag, integer, number, switch
 from zjax.config.flags import refuse_flags, settings_given
 from zjax.estimate.tables import describe_zero_table
+from zjax.generation.dtypes import Dtypes
 from zjax.run.generation_plan import report_generation
 from zjax.run.plan_report import PAPER_DEVICES, report_plan
 
-GENERATION = "model", "device", "max_rows", "max_length"
+GENERATION = "model", "device", "max_rows", "max_length", *commands.DTYPES_STORED
 """Flags that are read with `--generate` alone."""
 
 
@@ -52,6 +53,7 @@ def plan_generation(given: flags.FlagValues) -> None:
             device_gb=given.device_gb,
             max_rows=given.max_rows,
             max_length=given.max_length,
+            dtypes=Dtypes(given.weight_dtype, given.cache_dtype),
         )
     )
 
@@ -88,6 +90,8 @@ PLAN = Command(
         flag("device", "Kind of the devices, such as H200, for --generate."),
         commands.MAX_ROWS,
         commands.MAX_LENGTH,
+        commands.WEIGHT_DTYPE,
+        commands.CACHE_DTYPE,
         number(
             "device_gb",
             "Memory of a device, for mesh=auto and --generate.",

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from zjax.errors import ConfigError, Problem
+from zjax.generation.dtypes import COMPUTE, Dtypes, dtype_problems
 from zjax.generation.passes import Reader
 from zjax.generation.programs import layer_page_bytes
 from zjax.generation.prompts import model_problems
@@ -21,6 +22,7 @@ from zjax.settings.mixture import experts_per_token
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
 from zjax.typing import Model
+from zjax_kernels.decode.product.tuning import num_bits
 
 HOST_BYTES_PER_SECOND = 4e10
 """Bytes per second from the host to a device, as `zjax tune` assumes them."""
@@ -34,30 +36,28 @@ class Footprint:
 
     Args:
         config: Shape of the model.
-        weights: Plans of the weights that a step reads in full.
-        tables: Plans of the tables of which a token reads one row.
-        experts: Plans of the weights of experts, of which a token reads a few.
+        dense_bytes: Bytes of the weights that a step reads in full.
+        table_row_bytes: Bytes of the rows of tables that a token reads.
+        expert_bytes: Bytes of the weights of experts, of which a token reads a few.
+        num_experts: Experts of a layer; 0 if there are none.
+        resident_bytes: Bytes of weights that stay on the device, and of those on the
+            way.
+        start_bytes: Bytes of weights while a generator starts.
         streamed_bytes: Bytes of weights that come from another memory for each pass.
         staged_bytes: Most bytes of these weights on the device at once.
         layer_page_bytes: Bytes of a page of each layer.
     """
 
     config: schema.Model
-    weights: tuple[ArrayPlan, ...]
-    tables: tuple[ArrayPlan, ...]
-    experts: tuple[ArrayPlan, ...]
+    dense_bytes: int
+    table_row_bytes: float
+    expert_bytes: int
+    num_experts: int
+    resident_bytes: int
+    start_bytes: int
     streamed_bytes: int
     staged_bytes: int
     layer_page_bytes: tuple[int, ...]
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of weights that stay on the device, and of those on the way."""
-        if self.streamed_bytes:
-            rows = (*self.weights, *self.tables, *self.experts)
-            stay = sum(x.device_bytes for x in rows if x.is_on_device)
-            return stay + self.staged_bytes
-        return _used_bytes((*self.weights, *self.tables, *self.experts))
 
     @property
     def token_bytes(self) -> float:
@@ -90,17 +90,15 @@ class Footprint:
         Routers are taken to choose all experts alike, each token apart.
         """
         moe = self.config.moe
-        if not (moe and self.experts):
+        if not (moe and self.num_experts):
             return 0.0
-        number = _num_experts(self.experts[0])
-        share = min(experts_per_token(moe) / number, 1.0)
+        share = min(experts_per_token(moe) / self.num_experts, 1.0)
         return 1 - (1 - share) ** num_rows
 
     def weight_bytes(self, num_rows: int) -> float:
         """Returns the bytes of weights that a step reads."""
-        tables = sum(x.used_bytes / x.shape[0] for x in self.tables)
-        experts = self.touched_experts(num_rows) * _used_bytes(self.experts)
-        return _used_bytes(self.weights) + num_rows * tables + experts
+        experts = self.touched_experts(num_rows) * self.expert_bytes
+        return self.dense_bytes + num_rows * self.table_row_bytes + experts
 
     def cache_bytes(self, num_rows: int, length: int) -> float:
         """Returns the bytes of keys and values that a step reads of rows of a length.
@@ -125,16 +123,19 @@ class Footprint:
         return max(read / bandwidth, self.streamed_bytes / HOST_BYTES_PER_SECOND)
 
 
-def footprint_of(config: schema.Config, plan: Plan, model: Model) -> Footprint:
+def footprint_of(
+    config: schema.Config, plan: Plan, model: Model, dtypes: Dtypes = COMPUTE
+) -> Footprint:
     """Finds the footprint of a generator with the weights of a run, without weights.
 
     Args:
         config: Settings of the run.
         plan: Plan of the run, on devices or on an abstract mesh.
         model: Model of the run.
+        dtypes: How weights and keys are stored.
 
     Raises:
-        ConfigError: The model writes no text.
+        ConfigError: The model writes no text, or cannot be stored so.
     """
     stack = model.stack
     if stack is None or stack.continuation is None:
@@ -142,44 +143,65 @@ def footprint_of(config: schema.Config, plan: Plan, model: Model) -> Footprint:
         raise ConfigError(Problem("model.kind", config.model.kind, problem, remedy))
     if problems := [*model_problems(config.model)]:
         raise ConfigError(*problems)
-    embed, segments, head = stack.split(plan.compute)
-    shared = {row.path for row in jax.tree.leaves(head)}
-    only_embed = [x for x in jax.tree.leaves(embed) if x.path not in shared]
+    streams = config.zero.offloads_blocks and model.runs_by_block
+    block_bytes, pages = _laid_out(plan, model, dtypes, streams=streams)
+    embed, segments, head = (jax.tree.leaves(x) for x in stack.split(plan.compute))
+    shared = {row.path for row in head}
+    only_embed = [x for x in embed if x.path not in shared]
     tables = [x for x in only_embed if len(x.shape) > 1]
-    in_blocks: list[ArrayPlan] = jax.tree.leaves(segments)
-    experts = [x for x in in_blocks if "/experts/" in x.path]
-    others = [x for x in only_embed if len(x.shape) <= 1]
-    others += [x for x in in_blocks if "/experts/" not in x.path]
-    streamed = staged = 0
-    if config.zero.offloads_blocks and model.runs_by_block:
+    experts = [x for x in segments if "/experts/" in x.path]
+    ends = _used_bytes(only_embed) + _used_bytes(head)
+    given = ends + _used_bytes(segments)
+    laid = given if block_bytes is None else ends + block_bytes
+    resident, start, streamed, staged = laid, given + laid, 0, 0
+    if streams:
         units = UnitStream(stack, plan)
         sizes = [moved_bytes(rows) for rows in units.rows]
         # The first units of the next pass come during the last of a pass.
         streamed, staged = sum(sizes), units.stream.most_bytes([*sizes, *sizes])
+        rows = (*only_embed, *segments, *head)
+        resident = sum(x.device_bytes for x in rows if x.is_on_device) + staged
+        start = resident
     return Footprint(
         config=config.model,
-        weights=(*others, *jax.tree.leaves(head)),
-        tables=tuple(tables),
-        experts=tuple(experts),
+        dense_bytes=laid - _used_bytes(tables) - _used_bytes(experts),
+        table_row_bytes=sum(x.used_bytes / x.shape[0] for x in tables),
+        expert_bytes=_used_bytes(experts),
+        num_experts=_num_experts(experts[0]) if experts else 0,
+        resident_bytes=resident,
+        start_bytes=start,
         streamed_bytes=streamed,
         staged_bytes=staged,
-        layer_page_bytes=tuple(_layer_page_bytes(plan, model, streams=streamed > 0)),
+        layer_page_bytes=tuple(pages),
     )
 
 
-def _layer_page_bytes(plan: Plan, model: Model, *, streams: bool) -> list[int]:
-    """Counts the bytes on a device of a page of each layer, as an engine does."""
+def _laid_out(
+    plan: Plan, model: Model, dtypes: Dtypes, *, streams: bool
+) -> tuple[int | None, list[int]]:
+    """Lays blocks out abstractly, as an engine does.
+
+    Returns the bytes of blocks as codes, None without codes, and the bytes on a device
+    of a page of each layer.
+    """
     rows = plan.compute
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
     with jax.sharding.use_abstract_mesh(plan.mesh.abstract_mesh):
+        decoder: Any = None if streams else model.bind(shapes, {})
+        if problems := [*dtype_problems(decoder, dtypes)]:
+            raise ConfigError(*problems)
         if streams:
             assert model.stack is not None
             reader = Reader(model.stack)
         else:
-            decoder: Any = model.bind(shapes, {})
-            reader, shapes = Reader.of(decoder), params_of(decoder)
+            reader, shapes = Reader.of(decoder, dtypes), params_of(decoder)
         weights = jax.eval_shape(reader.cut, shapes)
-        return layer_page_bytes(reader, weights, PAGE_SIZE)
+        pages = layer_page_bytes(reader, weights, PAGE_SIZE)
+    if dtypes.weights == "compute":
+        return None, pages
+    # Codes are refused where a mesh would split them.
+    blocks = jax.tree.leaves(weights.blocks)
+    return sum(x.size * num_bits(x.dtype) // 8 for x in blocks), pages
 
 
 def _used_bytes(rows: Iterable[ArrayPlan]) -> int:

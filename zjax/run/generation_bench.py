@@ -14,6 +14,7 @@ import numpy as np
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, Problem
 from zjax.estimate.device_memory import known_memory, measure_bandwidth
+from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.footprint import Footprint
 from zjax.generation.generator import Generator
 from zjax.generation.loading import WITHOUT_MOMENTS
@@ -102,6 +103,7 @@ def measure_generation(
     model: str = "",
     rows: Sequence[int] = (),
     max_length: int = 0,
+    dtypes: Dtypes = COMPUTE,
     num_rounds: int = TIMED_ROUNDS,
 ) -> GenerationSpeed:
     """Writes texts behind random prompts, and times them.
@@ -112,6 +114,7 @@ def measure_generation(
             weights; `config` then has the settings of the checkpoint.
         rows: Numbers of texts at once, 1 to 256; () is 1, and 64 or as many as fit.
         max_length: Most tokens of a prompt with a text; 0 is what the model allows.
+        dtypes: How weights and keys are stored.
         num_rounds: Timed rounds behind one that is not timed, 1 or more.
 
     Raises:
@@ -120,13 +123,18 @@ def measure_generation(
     if wrong := [x for x in rows if not 1 <= x <= MAX_ROWS]:
         problem, remedy = f"is not between 1 and {MAX_ROWS}", "use 1 and 64"
         raise ConfigError(*(Problem("rows", x, problem, remedy) for x in wrong))
-    plan, footprint = plan_generation(config)
+    plan, footprint = plan_generation(config, dtypes=dtypes)
     bandwidth, source = _find_bandwidth()
     start = time.perf_counter()
     with _counted_programs() as programs:
         opened = (model,) if model else (_RandomRun(config), ())
-        sizes = {"max_rows": max(rows, default=_DEFAULT_ROWS), "max_length": max_length}
-        with Generator(*opened, **sizes) as generator:
+        with Generator(
+            *opened,
+            max_rows=max(rows, default=_DEFAULT_ROWS),
+            max_length=max_length,
+            weight_dtype=dtypes.weights,
+            cache_dtype=dtypes.cache,
+        ) as generator:
             cases = _make_cases(generator, rows)
             _time_round(generator, cases[-1], seed=0)
             start_seconds = time.perf_counter() - start

@@ -13,6 +13,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.estimate import mesh as mesh_choice
 from zjax.estimate.device_memory import known_memory, named_memory
 from zjax.estimate.link_speed import ASSUMED_DEVICE
+from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.footprint import (
     HOST_BYTES_PER_SECOND,
     Footprint,
@@ -52,6 +53,7 @@ def report_generation(
     device_gb: int | float = 0,
     max_rows: int = 64,
     max_length: int = 0,
+    dtypes: Dtypes = COMPUTE,
 ) -> str:
     """Plans generation with the weights of a run: bytes on a device, and least times.
 
@@ -62,6 +64,7 @@ def report_generation(
         device_gb: Memory of a device that JAX may take; 0 is what is known of it.
         max_rows: Most texts that are written at once.
         max_length: Most tokens of a prompt with a text; 0 is what the model allows.
+        dtypes: How weights and keys are stored.
 
     Raises:
         ConfigError: A number is out of range, or the model writes no text.
@@ -69,11 +72,10 @@ def report_generation(
     if problems := [*size_problems(config.model, max_rows, max_length)]:
         raise ConfigError(*problems)
     max_length = max_length or longest_text(config.model)[1]
-    plan, footprint = plan_generation(config, num_devices)
+    plan, footprint = plan_generation(config, num_devices, dtypes)
     memory = _find_memory(plan.mesh, device, device_gb)
     num_rows = footprint.fit_rows(memory.num_bytes, max_rows, max_length)
-    copies = 1 if footprint.streamed_bytes else 2
-    starts = copies * footprint.resident_bytes <= memory.num_bytes
+    starts = footprint.start_bytes <= memory.num_bytes
     parts = [
         _describe_device(plan, memory),
         _describe_bytes(footprint, memory, num_rows, max_length),
@@ -89,7 +91,9 @@ def report_generation(
     return "\n\n".join(parts)
 
 
-def plan_generation(config: Config, num_devices: int = 0) -> tuple[Plan, Footprint]:
+def plan_generation(
+    config: Config, num_devices: int = 0, dtypes: Dtypes = COMPUTE
+) -> tuple[Plan, Footprint]:
     """Plans the weights of a generator; `num_devices=0` takes this machine's devices.
 
     Raises:
@@ -106,7 +110,7 @@ def plan_generation(config: Config, num_devices: int = 0) -> tuple[Plan, Footpri
         mesh = meshes.make_mesh(config.mesh)
     model = make_model(config)
     plan = make_plan(config, mesh, model, make_optimizer(config, model))
-    return plan, footprint_of(config, plan, model)
+    return plan, footprint_of(config, plan, model, dtypes)
 
 
 def _find_memory(
@@ -150,8 +154,8 @@ def _describe_bytes(
     """Table of the bytes on a device, and of what fits."""
     cells = [("weights", format_bytes(footprint.resident_bytes))]
     if not footprint.streamed_bytes:
-        twice = format_bytes(2 * footprint.resident_bytes)
-        cells.append(("weights at the start, twice for a moment", twice))
+        start = format_bytes(footprint.start_bytes)
+        cells.append(("weights at the start, twice for a moment", start))
     else:
         streamed = format_bytes(footprint.streamed_bytes)
         cells.append(("weights that come for each step", streamed))
@@ -191,7 +195,7 @@ def _describe_steps(
 
 def _notes(footprint: Footprint, counts: Sequence[int]) -> Iterator[str]:
     """Yields what a step reads of experts, and over which link weights come."""
-    if footprint.experts:
+    if footprint.num_experts:
         shares = [f"{footprint.touched_experts(rows):.0%}" for rows in counts]
         rows = " and ".join(map(str, counts))
         yield f"of the experts, {rows} rows read {' and '.join(shares)} on average"
