@@ -163,6 +163,9 @@ def test_a_row_does_not_depend_on_other_rows_or_experts(name):
     most = gates.shape[1]
     choice = Choice.of(jnp.asarray(gates.T), most)
     found = run_kernel(x, choice, up, down, settings)
+    of_others = up.at[np.flatnonzero(gates[0] == 0)].set(jnp.nan)
+    others = run_kernel(x, choice, of_others, down, settings)
+    np.testing.assert_array_equal(found[0], others[0])
     alone = Choice.of(jnp.asarray(gates[:1].T), most)
     settings = settings | {"residual": settings["residual"][:1]}
     np.testing.assert_array_equal(
