@@ -13,9 +13,11 @@ from tests.support import language
 from tests.support.refusals import config_error
 from zjax.generation.dtypes import Dtypes, dtype_problems
 from zjax.generation.generator import Generator
+from zjax.generation.passes import Reader
 from zjax.generation.programs import CutDecoder
 from zjax.generation.sampling import Sampling
 from zjax.models import lora
+from zjax.models.continuation import params_of
 from zjax.models.layers import Linear
 from zjax.ops import narrow
 from zjax.settings import schema
@@ -149,6 +151,29 @@ def test_weights_take_a_half_or_a_quarter(kind, share):
     """Fails if a matrix stays as it is, or beside its codes."""
     plain, found = block_bytes(("compute",)), block_bytes((kind,))
     assert share < found / plain < share + 0.02
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8"])
+def test_a_block_of_a_llama_is_four_products_of_codes(kind, monkeypatch):
+    """Fails if matrices of codes stand apart, or norms and residuals are left over."""
+    found, real = [], narrow.few_rows_matmul
+
+    def watched(x, weights, **settings):
+        fused = {"norm", "activation", "residual"}
+        given = {name for name in fused if settings.get(name) not in (None, "")}
+        found.append((weights.shape, weights.dtype.name.split("_")[0], given))
+        return real(x, weights, **settings)
+
+    monkeypatch.setattr(narrow, "few_rows_matmul", watched)
+    reader = Reader.of(wide_model(), Dtypes(kind))
+    weights = jax.eval_shape(reader.cut, params_of(wide_model()))
+    jax.eval_shape(lambda w: reader.empty_caches(w, 2, 4), weights)
+    assert found == [
+        ((512, 256), kind, {"norm"}),
+        ((256, 256), kind, {"residual"}),
+        ((1024, 256), kind, {"norm", "activation"}),
+        ((256, 512), kind, {"residual"}),
+    ]
 
 
 def test_keys_and_values_take_a_half():
