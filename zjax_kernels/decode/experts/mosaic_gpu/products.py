@@ -120,7 +120,9 @@ class _AllExperts(Place):
         split = index(lax.axis_index(CLUSTER) if splits > 1 else 0)
         start = lax.axis_index("program") * width
         first, end = share_steps(split, steps, splits)
-        own, ids = end - first, choice.ids
+        # Each step is divided by this number: by a constant, that is a shift or two.
+        own = end - first if steps % splits else index(steps // splits)
+        ids = choice.ids
         num_steps = choice.count[0] * own
         return cls(split, start, first, num_steps, ids, own, steps)
 
