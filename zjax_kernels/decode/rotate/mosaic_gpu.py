@@ -62,8 +62,11 @@ def rotate_and_write(
         first = jnp.minimum(own, index(num_heads - HEADS))
         arithmetic = Arithmetic(interpret)
         heads = _Heads(Operands(*refs), options, token, first, own, arithmetic)
-        heads.rotate(pool_refs[0].shape[1], scratch)
-        heads.write(scratch, q_ref, *pool_refs)
+        _, num_keys, page_size, _ = pool_refs[0].shape
+        # All loads at once: behind a fence they would wait for one another.
+        raw, slot = heads.read(), heads.find_slot(page_size)
+        heads.rotate(raw, num_keys, scratch)
+        heads.write(scratch, slot, q_ref, *pool_refs)
 
     shape = num_tokens, 1, options.num_queries, size
     (q,) = warpgroups.launch(
@@ -94,6 +97,20 @@ class _Span(NamedTuple):
     def channels(self) -> Any:
         """The channels as an index."""
         return pl.ds(self.first, self.width)
+
+
+class _Slot(NamedTuple):
+    """Place of a token in the pools.
+
+    Args:
+        page: Page of the row.
+        place: Place in the page.
+        is_written: Whether the token is written.
+    """
+
+    page: Array
+    place: Array
+    is_written: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,23 +156,30 @@ class _Heads:
         """Loads numbers from global memory, as float32."""
         return self.arithmetic.load(ref, layout, optimized=False).astype(jnp.float32)
 
-    def rotate(self, num_keys: int, target: Any) -> None:
+    def read(self) -> list[Array]:
+        """Reads the channels of the heads, with biases."""
+        heads, layout = pl.ds(self.first, HEADS), self.layout
+        product, bias = self.operands.product, self.operands.bias
+        places = [(heads, span.channels) for span in self.spans]
+        raw = [self.load(product.at[self.token, *place], layout) for place in places]
+        if bias is None:
+            return raw
+        biases = [self.load(bias.at[place], layout) for place in places]
+        return [x + y for x, y in zip(raw, biases, strict=True)]
+
+    def find_slot(self, page_size: int) -> _Slot:
+        """Returns the place of the token in the pages of the row."""
+        pages, position = self.operands.pages, self.operands.starts[self.token]
+        last = index(pages.shape[1] - 1)
+        page = pages[self.token, jnp.minimum(lax.div(position, index(page_size)), last)]
+        is_written = self.operands.counts[self.token] > 0
+        return _Slot(page, lax.rem(position, index(page_size)), is_written)
+
+    def rotate(self, raw: list[Array], num_keys: int, target: Any) -> None:
         """Writes the finished heads to shared memory."""
-        heads, product = pl.ds(self.first, HEADS), self.operands.product
-        spans, layout = self.spans, self.layout
-        raw = [
-            self.load(product.at[self.token, heads, span.channels], layout)
-            for span in spans
-        ]
-        if self.operands.bias is not None:
-            bias = self.operands.bias
-            raw = [
-                x + self.load(bias.at[heads, span.channels], layout)
-                for x, span in zip(raw, spans, strict=True)
-            ]
         first_value = self.options.num_queries + num_keys
         found = self.turn(self.normalize(raw))
-        for x, y, span in zip(raw, found, spans, strict=True):
+        for x, y, span in zip(raw, found, self.spans, strict=True):
             y *= self.select(self.options.num_queries, self.options.query_scale, 1.0, y)
             y = self.select(first_value, y, x, y)
             target.at[:, span.channels][...] = y.astype(target.dtype)
@@ -206,22 +230,17 @@ class _Heads:
         cos, sin = (self.per_channel(ref.at[self.token]) for ref in rotation)
         return [x * cos - y * sin, y * cos + x * sin, *others]
 
-    def write(self, source: Any, q_ref: Any, keys_ref: Any, values_ref: Any) -> None:
+    def write(
+        self, source: Any, slot: _Slot, q_ref: Any, keys_ref: Any, values_ref: Any
+    ) -> None:
         """Copies heads from shared memory to the queries, or to the pages."""
-        _, num_keys, page_size, _ = keys_ref.shape
-        first_key = self.options.num_queries
-        first_value = first_key + num_keys
-        pages, position = self.operands.pages, self.operands.starts[self.token]
-        last = index(pages.shape[1] - 1)
-        place = jnp.minimum(lax.div(position, index(page_size)), last)
-        page = pages[self.token, place]
-        slot = lax.rem(position, index(page_size))
-        is_written = self.operands.counts[self.token] > 0
+        num_keys, first_key = keys_ref.shape[1], self.options.num_queries
+        first_value, place = first_key + num_keys, slot.place
         ends = 0, first_key, first_value, first_value + num_keys
         targets: list[Callable[[Array], Any]] = [
             lambda head: q_ref.at[self.token, 0, head],
-            lambda head: keys_ref.at[page, head - first_key, slot],
-            lambda head: values_ref.at[page, head - first_value, slot],
+            lambda head: keys_ref.at[slot.page, head - first_key, place],
+            lambda head: values_ref.at[slot.page, head - first_value, place],
         ]
         for nth in range(HEADS):
             head = self.first + nth
@@ -229,7 +248,7 @@ class _Heads:
                 is_here = (head >= ends[number]) & (head < ends[number + 1])
                 is_here &= head >= self.own
 
-                @pl.when(is_here & is_written if number else is_here)
+                @pl.when(is_here & slot.is_written if number else is_here)
                 def _(nth=nth, head=head, target=target):
                     plgpu.copy_smem_to_gmem(source.at[nth], target(head))
 
