@@ -32,7 +32,7 @@ class News(NamedTuple):
     sequence: Sequence
     tokens: list[int]
     logprobs: np.ndarray
-    """float32[n], natural logarithm of each token's probability."""
+    """float32[n], natural logarithm of each token's probability, if a row asks."""
     best_ids: np.ndarray
     """int32[n, N], most likely tokens."""
     best_logprobs: np.ndarray

@@ -26,7 +26,7 @@ class Delta(NamedTuple):
     ids: list[int]
     """New tokens. Their text may come later."""
     logprobs: Float32[np.ndarray, " n"]
-    """Natural logarithm of each token's probability."""
+    """Natural logarithm of each token's probability, if the request asks for it."""
     best_ids: Int32[np.ndarray, "n N"]
     """Most likely tokens at each place, as many as `Sampling.num_logprobs`."""
     best_logprobs: Float32[np.ndarray, "n N"]
