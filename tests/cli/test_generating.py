@@ -1,25 +1,29 @@
 """Texts of `zjax generate`: prompts, flags, and files that are gone on with."""
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
-import types
 
+import jax
 import numpy as np
 import pytest
 
 from tests.support import small_llama, small_run
+from tests.support.allocated import bytes_here, weights_and_caches
 from tests.support.command_line import typed
 from tests.support.refusals import config_error
 from zjax.cli import commands, generating, prompt_file
 from zjax.cli.prompt_file import chats_given, read_prompts, texts_given
 from zjax.data.prompts import as_talk
 from zjax.files import MAX_TEXT_BYTES
+from zjax.generation import programs
 from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
 from zjax.settings.schema import Config
+from zjax.weights import saved
 
 PROMPTS = ["5 6 7", "8", "9 10", "11 12 13 14", "15"]
 DRAWN = ("--temperature=2", "--max_new_tokens=4", "--seed=3")
@@ -90,21 +94,54 @@ def test_flags_that_conversations_do_not_read_are_refused(words, message):
 def test_the_checkpoint_that_chat_names_ends_texts_too(opened, monkeypatch):
     """Fails if its template makes the prompt, and its end ids are not read."""
     seen = []
-
-    def make(*_, **given):
-        seen.append(given)
-        return opened[0]
-
-    run = types.SimpleNamespace(config=small_run.make_config("runs/none"))
-    trainer = types.SimpleNamespace(run=run, config=run.config, state=None, step=8)
-    monkeypatch.setattr(commands, "restored", lambda *_: (trainer, "raw"))
-    monkeypatch.setattr(commands, "with_part", lambda *_: None)
+    config = small_run.make_config("runs/none")
     monkeypatch.setattr(commands, "make_prompts", lambda *given: given)
-    monkeypatch.setattr(commands, "Generator", make)
+    monkeypatch.setattr(commands, "Generator", lambda *_, **__: opened[0])
+    monkeypatch.setattr(commands, "chosen_step", lambda *_: 8)
+    monkeypatch.setattr(commands, "open_run", lambda *x: (seen.append(x), "raw"))
     chat = generating.chat_folder(typed("generate", "--chat=checkpoint"))
-    commands.open_generator(typed("generate"), run.config, chat)
-    assert seen[0]["prompts"] == (run.config.data, 61, "checkpoint")
+    commands.open_generator(typed("generate"), config, chat)
+    assert seen[0][3] == (config.data, 61, "checkpoint")
     assert generating.chat_folder(typed("generate", "--chat")) == ""
+
+
+def test_weights_of_a_run_are_read_without_moments_and_held_once(tmp_path, monkeypatch):
+    """Fails if a command reads what training needs, or holds all weights twice."""
+    layers = "model.num_layers=8", "model.tied_head=False", "model.vocab_size=61"
+    ends = "checkpoint.every_steps=4", "optimizer.ema_decay=0.9", "zero.stage=3"
+    trainer = small_run.fit(tmp_path / "run", *ends, *layers)
+    wanted = [trainer.generate("5 6", temperature=0.0, part=p) for p in ("ema", "raw")]
+    config = trainer.config
+    del trainer
+    gc.collect()
+    names, peak, before = set(), [], bytes_here(jax.live_arrays())
+    restore, cut_block = saved.SavedArrays.restore, programs._cut_block
+
+    def seen(self, given, *more):
+        names.update(given)
+        return restore(self, given, *more)
+
+    def cut(*given):
+        block = cut_block(*given)
+        peak.append(bytes_here(jax.live_arrays()) - before)
+        return block
+
+    monkeypatch.setattr(saved.SavedArrays, "restore", seen)
+    monkeypatch.setattr(programs, "_cut_block", cut)
+    for part, text in zip(("auto", "raw"), wanted, strict=True):
+        words = f"--run={tmp_path / 'run'}", f"--part={part}", "--max_rows=1"
+        generator, weights = commands.open_generator(typed("generate", *words), config)
+        with generator:
+            whole = weights_and_caches(generator)[0]
+            written = generator.generate(["5 6"])[0].text
+        assert "5 6" + written == text
+        assert weights.startswith("ema" if part == "auto" else "raw")
+        # One block is there twice, of eight.
+        assert max(peak) < 1.2 * whole
+        assert {name.split("/")[0] for name in names} <= {"master", "ema"}
+        del generator
+        gc.collect()
+        peak.clear()
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,10 @@ Adapt = Callable[[sources.Source, Mapping[str, sources.Entry]], sources.Source]
 """Function of a source and the expected entries that renames or converts arrays."""
 
 
-def _unchanged(
+def unchanged(
     source: sources.Source, expected: Mapping[str, sources.Entry]
 ) -> sources.Source:
+    """Returns the source as it is."""
     return source
 
 
@@ -48,13 +49,19 @@ def settings_of_weights(directory: str) -> dict[str, Any]:
     return {"checkpoint.init_from": directory, "model": model_settings(directory)}
 
 
-def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Any:
+def load_weights(
+    path: str,
+    plans: Any,
+    adapt: Adapt = unchanged,
+    source: sources.Source | None = None,
+) -> Any:
     """Reads weights straight onto shards, in the structure and dtypes of `plans`.
 
     `path` names a safetensors file, a directory with one file or an index, or a run,
-    which gives the newest weights for evaluation. Tensor names are paths with dots.
+    which gives the newest weights for evaluation; an open `source` is read in its
+    place. Tensor names are paths with dots.
     """
-    wanted = _match(open_source(path), plans, path, adapt)
+    wanted = _match(source or open_source(path), plans, path, adapt)
     # Large arrays first: meanwhile a thread draws small arrays that no checkpoint
     # holds, such as adapters.
     order = sorted(range(len(wanted)), key=lambda i: -wanted[i][1].device_bytes)
@@ -65,7 +72,7 @@ def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Any:
     )
 
 
-def iter_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Iterator[Any]:
+def iter_weights(path: str, plans: Any, adapt: Adapt = unchanged) -> Iterator[Any]:
     """Yields weights one by one, in the order of `plans`; see `load_weights`.
 
     Names and shapes are checked at the call, before the first array is asked for.
@@ -74,7 +81,7 @@ def iter_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Iterator[A
 
 
 def place_weights(
-    source: sources.Source, plans: Any, path: str, adapt: Adapt = _unchanged
+    source: sources.Source, plans: Any, path: str, adapt: Adapt = unchanged
 ) -> Iterator[Any]:
     """Yields weights of an open source; `path` is for messages."""
     return place_pieces(_match(source, plans, path, adapt))

@@ -46,13 +46,12 @@ from zjax.observe.progress import describe_values
 from zjax.ops.narrow import WEIGHT_DTYPES
 from zjax.processes import hold
 from zjax.run.ending import lowest_evaluation
-from zjax.run.resume import STARTED_FROM
 from zjax.run.trainer import Trainer
-from zjax.settings.choices import value_at
+from zjax.run.weights import fits_unsplit, open_run, without_start
 from zjax.settings.convert import current
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
-from zjax.train.average import PARTS, choose_part, parts_of, with_part
+from zjax.train.average import PARTS, Part, choose_part, parts_of, with_part
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
@@ -168,15 +167,18 @@ def restored(config: Config, given: flags.FlagValues) -> tuple[Trainer, str]:
     # A trainer with a given step creates no directory.
     if names_huggingface(given.run):
         trainer = Trainer(config, step=0)
-    else:  # the initial weights of the run may be gone
+    else:
         step = chosen_step(open_store(config.directory), given.step)
-        # A setting of adapters would turn them on in a run without adapters.
-        start = {x: unset for x, unset in STARTED_FROM.items() if value_at(config, x)}
-        trainer = Trainer(load_config(config, start), step=step)
+        trainer = Trainer(without_start(config), step=step)
     part = choose_part(given.part, parts_of(trainer.state))
-    if jax.process_index() == 0:
-        print(f"weights: {part} of step {trainer.step}", file=sys.stderr)
+    report_weights(part, trainer.step)
     return trainer, part
+
+
+def report_weights(part: Part, step: int) -> None:
+    """Prints which weights of a checkpoint a command uses."""
+    if jax.process_index() == 0:
+        print(f"weights: {part} of step {step}", file=sys.stderr)
 
 
 def generating_settings(given: flags.FlagValues) -> Config:
@@ -206,14 +208,17 @@ def open_generator(
     if given.model:
         directory = local_path("model", given.model)
         return Generator(directory, **how), f"{directory}{narrow}"
-    trainer, part = restored(config, given)
-    config, state = trainer.config, with_part(trainer.state, part)
-    prompts = None
-    if chat:
-        prompts = make_prompts(config.data, config.model.vocab_size, chat)
-    generator = Generator(trainer.run, state, prompts=prompts, **how)
-    weights = f"{part} of step {trainer.step} in {config.directory}{narrow}"
-    return generator, weights
+    prompts = make_prompts(config.data, config.model.vocab_size, chat)
+    if fits_unsplit(config):
+        step = chosen_step(open_store(config.directory), given.step)
+        opened, part = open_run(config, given.part, step, prompts)
+        report_weights(part, step)
+        generator = Generator(opened, **how)
+    else:  # the executor of a run splits weights, or stores them off the devices
+        trainer, part = restored(config, given)
+        step, state = trainer.step, with_part(trainer.state, part)
+        generator = Generator(trainer.run, state, prompts=prompts, **how)
+    return generator, f"{part} of step {step} in {config.directory}{narrow}"
 
 
 def describe_drafts(num_drafts: int) -> str:

@@ -24,6 +24,7 @@ from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE, pages_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.stack import Decoder
 from zjax.settings import schema
+from zjax.typing import Params
 
 
 @runtime_checkable
@@ -149,9 +150,13 @@ def make_engine(
     return Engine(passes, scheduler, end_ids=end_ids)
 
 
-def stored(model: Decoder | StoredDecoder, dtypes: Dtypes = COMPUTE) -> StoredDecoder:
-    """Returns a decoder with weights where passes read them."""
-    return CutDecoder(model, dtypes) if isinstance(model, Decoder) else model
+def stored(
+    model: Decoder | StoredDecoder,
+    dtypes: Dtypes = COMPUTE,
+    given_up: Params | None = None,
+) -> StoredDecoder:
+    """Returns a decoder with weights where passes read them; see `CutDecoder`."""
+    return CutDecoder(model, dtypes, given_up) if isinstance(model, Decoder) else model
 
 
 def _seeds(key: jax.Array | None, num_rows: int) -> UInt32[np.ndarray, " B"]:

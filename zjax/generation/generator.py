@@ -138,10 +138,10 @@ class Generator:
         self.max_length = max_length or longest_text(self.config)[1]
         self.max_rows = max_rows
         with opened.context():
-            decoder = stored(opened.decoder, dtypes)
+            decoder = stored(opened.decoder, dtypes, opened.params)
             # Pages fill what is free, and the weights are there twice until now:
             # modules refer to themselves.
-            opened = opened._replace(decoder=None)
+            opened = opened._replace(decoder=None, params=None)
             gc.collect()
             sizes = sizes_of(max_rows, num_drafts)
             engine = self._make_engine(decoder, sizes, num_pages)

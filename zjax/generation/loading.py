@@ -7,8 +7,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import optax
+from jax.sharding import Mesh
 
-from zjax.checkpoint.start import find_config, load_weights, settings_of_weights
+from zjax.checkpoint.start import (
+    Adapt,
+    find_config,
+    load_weights,
+    settings_of_weights,
+    unchanged,
+)
 from zjax.config.load import load_config
 from zjax.data.prompts import Prompts, make_prompts
 from zjax.data.tokenizer import load_tokenizer
@@ -19,12 +27,13 @@ from zjax.generation.recomputed import Recomputed
 from zjax.models.build import make_model
 from zjax.models.stack import Decoder
 from zjax.models.submodel import names_only
-from zjax.optim.build import make_optimizer
 from zjax.settings.schema import Config
-from zjax.sharding.mesh import make_mesh
-from zjax.sharding.plan import make_plan
-from zjax.typing import Model
+from zjax.sharding.layers import layer_by_layer
+from zjax.sharding.mesh import PIPELINE, make_mesh
+from zjax.sharding.plan import Plan, make_plan
+from zjax.typing import Model, Params
 from zjax.weights import huggingface
+from zjax.weights.source import Source
 
 
 class Opened(NamedTuple):
@@ -36,6 +45,9 @@ class Opened(NamedTuple):
     """None takes and gives tokens."""
     context: Callable[[], contextlib.AbstractContextManager[Any]]
     """Context of the passes: the mesh in use."""
+    params: Params | None = None
+    """Weights that nothing else reads, to be deleted as they are cut, of a `Decoder`
+    with shapes alone."""
 
 
 LogitsFn = Callable[[Any, jax.Array], jax.Array]
@@ -50,6 +62,8 @@ def open_decoder(
     max_length: int = 0,
 ) -> Opened:
     """Opens what `zjax.Generator` takes."""
+    if isinstance(source, Opened):
+        return source
     is_run = hasattr(source, "decoder")
     if is_run and state is None:
         problem, remedy = "is missing", "give run.state, or a later one"
@@ -114,17 +128,38 @@ def open_huggingface(directory: str) -> Opened:
     """
     directory = local_path("model", directory)
     config = settings_of_huggingface(directory)
-    model, mesh = make_model(config), make_mesh(config.mesh)
-    plan = make_plan(config, mesh, model, make_optimizer(config))
     adapt = functools.partial(_adapted, config=config)
-    params = load_weights(directory, plan.compute, adapt)
-    decoder = model.bind(params, {})
-    if not isinstance(decoder, Decoder):
-        problem, remedy = "writes no text", "give a decoder"
-        raise ConfigError(Problem("model.kind", config.model.kind, problem, remedy))
     tokenizer = load_tokenizer(os.path.join(directory, TOKENIZER_NAME))
     prompts = Prompts(tokenizer, directory)
-    return Opened(decoder, prompts, functools.partial(jax.set_mesh, mesh))
+    return read_decoder(*plan_weights(config), prompts, directory, adapt)
+
+
+def plan_weights(config: Config) -> tuple[Model, Plan]:
+    """Makes the model of settings, and plans the weights without an optimizer."""
+    model = make_model(config)
+    return model, make_plan(config, make_mesh(config.mesh), model, optax.identity())
+
+
+def read_decoder(
+    model: Model,
+    plan: Plan,
+    prompts: Prompts,
+    path: str,
+    adapt: Adapt = unchanged,
+    source: Source | None = None,
+) -> Opened:
+    """Reads weights layer by layer onto the devices; see `load_weights`."""
+    rows, mesh = plan.compute, plan.mesh
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
+    decoder = model.bind(shapes, {})
+    if not isinstance(decoder, Decoder):
+        problem, remedy = "writes no text", "give a decoder"
+        raise ConfigError(Problem("model.kind", decoder.config.kind, problem, remedy))
+    assert isinstance(mesh, Mesh)
+    if mesh.shape[PIPELINE] == 1:  # stages hold parts of stacks
+        rows = jax.tree.map(layer_by_layer, rows)
+    params = load_weights(path, rows, adapt, source)
+    return Opened(decoder, prompts, functools.partial(jax.set_mesh, mesh), params)
 
 
 def settings_of_huggingface(directory: str) -> Config:

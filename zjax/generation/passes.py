@@ -99,13 +99,17 @@ class Reader:
         """Cuts stacked parameters into separate arrays or codes for each block."""
         embed, segments, head = self.stack.split(params)
         blocks = [
-            lay(block)
-            for segment, stacked, lay in zip(
-                self.stack.segments, segments, self.continuation.lay, strict=True
-            )
-            for block in layers_of(stacked, segment.num_blocks)
+            self.cut_block(number, block)
+            for number, stacked in enumerate(segments)
+            for block in layers_of(stacked, self.stack.segments[number].num_blocks)
         ]
         return Weights(embed, tuple(blocks), head)
+
+    def cut_block(self, segment: int, params: Params, index: Any = None) -> Params:
+        """Lays the parameters of a block, which is at `index` of a stack if given."""
+        if index is not None:
+            params = jax.tree.map(lambda x: x[index], params)
+        return self.continuation.lay[segment](params)
 
     def read(
         self,

@@ -1,7 +1,6 @@
 """Programs of the passes of a decoder whose weights are on the devices."""
 
 import concurrent.futures
-import dataclasses
 import functools
 import os
 from collections.abc import Sequence
@@ -22,6 +21,8 @@ from zjax.jaxprs.versions import knows_option
 from zjax.models.continuation import params_of
 from zjax.models.stack import Decoder
 from zjax.ops.narrow import describe_products
+from zjax.sharding.layers import is_layers, layers_of
+from zjax.typing import Params
 from zjax_kernels.decode.product.tuning import num_bits
 
 
@@ -162,16 +163,18 @@ class CutDecoder:
     Args:
         model: Decoder with weights in the dtype to compute in.
         dtypes: How weights and keys are stored.
+        given_up: Weights of a decoder that has none, which are deleted block by block
+            as they are cut; None cuts the weights of the decoder.
     """
 
-    def __init__(self, model: Decoder, dtypes: Dtypes = COMPUTE):
+    def __init__(
+        self, model: Decoder, dtypes: Dtypes = COMPUTE, given_up: Params | None = None
+    ):
         self.config = model.config
         self._reader = Reader.of(model, dtypes)
-        params = params_of(model)
-        cut: Weights = jax.block_until_ready(_cut(self._reader, params))
-        # A program would copy a table that embedding and head share for each of them.
-        embed, _, head = self._reader.stack.split(params)
-        self._weights = dataclasses.replace(cut, embed=embed, head=head)
+        is_owned = given_up is not None
+        params = given_up if is_owned else params_of(model)
+        self._weights = _cut(self._reader, params, is_owned=is_owned)
         _report(dtypes, self._weights)
 
     def passes(self, **shapes: int) -> Programs:
@@ -209,7 +212,43 @@ def _compilers() -> concurrent.futures.Executor:
     return concurrent.futures.ThreadPoolExecutor(os.cpu_count())
 
 
-_cut = jax.jit(Reader.cut, static_argnums=0)
+def _cut(reader: Reader, params: Params, *, is_owned: bool) -> Weights:
+    """Cuts weights block by block; deletes owned weights as soon as they are cut."""
+    # A program would copy a table that embedding and head share for each of them.
+    embed, segments, head = reader.stack.split(params)
+    blocks = []
+    for number, stacked in enumerate(segments):
+        count, is_apart = reader.stack.segments[number].num_blocks, _is_apart(stacked)
+        for index in range(count):
+            one = layers_of(stacked, count)[index] if is_apart else stacked
+            place = None if is_apart else np.int32(index)
+            block = jax.block_until_ready(_cut_block(reader, number, one, place))
+            blocks.append(block)
+            if is_owned and (is_apart or index == count - 1):
+                _delete(one, block)
+    return Weights(embed, tuple(blocks), head)
+
+
+def _is_apart(stacked: Params) -> bool:
+    """Whether the layers of parameters are separate arrays."""
+    leaves = jax.tree.leaves(stacked, is_leaf=is_layers)
+    return all(map(is_layers, leaves))
+
+
+def _delete(params: Params, kept: Params) -> None:
+    """Deletes arrays but for buffers that other arrays took over."""
+    buffers = {_buffer_of(x) for x in jax.tree.leaves(kept)}
+    for x in jax.tree.leaves(params):
+        if _buffer_of(x) not in buffers:
+            x.delete()
+
+
+def _buffer_of(x: jax.Array) -> int:
+    """Returns the address of the first shard here."""
+    return x.addressable_data(0).unsafe_buffer_pointer()
+
+
+_cut_block = jax.jit(Reader.cut_block, static_argnums=(0, 1))
 
 
 def _report(dtypes: Dtypes, weights: Weights) -> None:

@@ -95,14 +95,14 @@ def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
     return min(most, number)
 
 
-def has_room(num_bytes: int) -> bool:
+def has_room(num_bytes: int, num_copies: int = 2) -> bool:
     """Whether devices have memory for weights, or do not tell.
 
-    Weights are there twice for a moment, as blocks are cut out of stacks.
+    Weights of a state are there twice: as blocks, and in the stacks of the state.
     """
     free = [_free_bytes(device) for device in jax.local_devices()]
     known = [number for number in free if number is not None]
-    return least(all(2 * num_bytes <= _SHARE * number for number in known)) == 1
+    return least(all(num_copies * num_bytes <= _SHARE * x for x in known)) == 1
 
 
 def pages_of(num_rows: int, num_tokens: int) -> int:
