@@ -71,7 +71,8 @@ def test_codes_and_narrow_keys_take_what_is_planned(weight_dtype):
     assert footprint.resident_bytes <= weights
     assert footprint.token_bytes * 5 * PAGE_SIZE == caches
     assert footprint.token_bytes == plain.token_bytes / 4
-    assert footprint.start_bytes == plain.resident_bytes + footprint.resident_bytes
+    block = footprint.start_bytes - plain.resident_bytes
+    assert 0 < block < footprint.resident_bytes  # of one layer
 
 
 def test_blocks_off_the_devices_are_no_part_of_what_stays():

@@ -153,7 +153,9 @@ def footprint_of(
     ends = _used_bytes(only_embed) + _used_bytes(head)
     given = ends + _used_bytes(segments)
     laid = given if block_bytes is None else ends + block_bytes
-    resident, start, streamed, staged = laid, given + laid, 0, 0
+    # Blocks are deleted as they are cut: one is there twice.
+    block = (laid - ends) // sum(x.num_blocks for x in stack.segments)
+    resident, start, streamed, staged = laid, given + block, 0, 0
     if streams:
         units = UnitStream(stack, plan)
         sizes = [moved_bytes(rows) for rows in units.rows]

@@ -86,7 +86,7 @@ def report_generation(
     else:
         problem = f"no row of {max_length:,} tokens fits beside the weights"
         if not starts:
-            problem = "the weights do not fit twice, as they have to at the start"
+            problem = "the weights do not fit at the start, with a block as it is cut"
         parts.append(f"{problem}:\n{_REMEDY}")
     return "\n\n".join(parts)
 
@@ -155,7 +155,7 @@ def _describe_bytes(
     cells = [("weights", format_bytes(footprint.resident_bytes))]
     if not footprint.streamed_bytes:
         start = format_bytes(footprint.start_bytes)
-        cells.append(("weights at the start, twice for a moment", start))
+        cells.append(("weights at the start, with a block twice", start))
     else:
         streamed = format_bytes(footprint.streamed_bytes)
         cells.append(("weights that come for each step", streamed))
