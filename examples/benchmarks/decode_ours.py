@@ -34,7 +34,7 @@ from zjax.generation.dtypes import COMPUTE
 from zjax.generation.engine import Request
 from zjax.generation.generate import make_engine
 from zjax.generation.passes import Reader, Weights
-from zjax.generation.plan import Size
+from zjax.generation.plan import NUM_STEPS, Size
 from zjax.generation.programs import Programs, page_bytes
 from zjax.generation.sampling import Sampling
 from zjax.generation.sequence import Sequence
@@ -131,7 +131,8 @@ class RandomDecoder:
 def make_static_engine(decoder, num_rows, length):
     """An engine with room for rows of a length, and passes for all rows alone."""
     num_pages = 1 + num_rows * (2 + -(-length // PAGE_SIZE))
-    sizes = Size(num_rows), Size(num_rows, NUM_CHUNKS)
+    several = Size(num_rows, steps=NUM_STEPS)
+    sizes = Size(num_rows), several, Size(num_rows, NUM_CHUNKS)
     engine = make_engine(decoder, sizes, length, num_pages)
     engine.compile()
     return engine

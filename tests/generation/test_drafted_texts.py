@@ -64,7 +64,7 @@ class Written:
         def count():
             planned = plan()
             if planned is not None:
-                self.num_passes += planned.num_steps
+                self.num_passes += planned.size.steps
                 self.num_drafted += planned.size.width > 1
             return planned
 

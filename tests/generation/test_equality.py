@@ -86,12 +86,10 @@ class Written:
     def __init__(self, decoder, *, num_pages, chunk_size, width=1):
         shapes = {"num_slots": ROWS, "max_length": LENGTH}
         passes = decoder.passes(num_pages=num_pages, page_size=PAGE, **shapes)
-        sizes = [Size(ROWS), Size(ROWS, 2)]
+        sizes = [Size(ROWS), Size(ROWS, 2), Size(ROWS, steps=4)]
         sizes += [Size(ROWS, width=width)] if width > 1 else []
         pool = Pool(num_pages, PAGE)
-        self.scheduler = Scheduler(
-            pool, ROWS, LENGTH, sizes, chunk_size=chunk_size, max_steps=4
-        )
+        self.scheduler = Scheduler(pool, ROWS, LENGTH, sizes, chunk_size=chunk_size)
         self.engine = Engine(passes, self.scheduler)
 
     def write(self):

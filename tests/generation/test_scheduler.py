@@ -34,12 +34,12 @@ def check_all(sequences):
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("chunk_size", [1, 3, 8, 64])
-@pytest.mark.parametrize("max_steps", [1, 8])
+@pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("sizes", [SIZES, DRAFTED])
-def test_texts_are_as_alone(lag, chunk_size, max_steps, sizes):
+def test_texts_are_as_alone(lag, chunk_size, steps, sizes):
     rng = random.Random(7)
     sequences = [make_sequence(rng) for _ in range(40)]
-    loop = Loop(lag=lag, chunk_size=chunk_size, max_steps=max_steps, sizes=sizes)
+    loop = Loop(lag=lag, chunk_size=chunk_size, steps=steps, sizes=sizes)
     for sequence in sequences:
         loop.scheduler.add(sequence)
         if rng.random() < 0.5:
@@ -60,7 +60,7 @@ def draw_loop(rng, longest):
         max_length=longest + 1,
         sizes=rng.choice([SIZES, DRAFTED, [Size(8, 1)]]),
         chunk_size=rng.choice([1, 4, 8, 64]),
-        max_steps=rng.choice([1, 3, 8]),
+        steps=rng.choice([1, 3, 8]),
         lag=rng.choice([0, 1, 2, 5]),
     )
 
@@ -244,7 +244,7 @@ def test_first_come_are_first_served():
 
 
 def test_a_long_prompt_is_read_beside_running_lanes():
-    loop = Loop(max_length=200)
+    loop = Loop(steps=1, max_length=200)
     first = loop.add([1], 40)
     loop.step()
     second = loop.add([*range(50)] * 2, 1)
@@ -260,7 +260,7 @@ def test_a_long_prompt_is_read_beside_running_lanes():
 @pytest.mark.parametrize("length", [5, 6, 7, 8])
 def test_stale_lanes_harm_nobody(lag, length):
     """Fails if pages are taken while an earlier pass writes them, in other order."""
-    loop = Loop(num_pages=5, lag=lag, max_steps=2)
+    loop = Loop(num_pages=5, lag=lag, steps=2)
     prompt = [7] * length
     tokens, _ = expect(Sequence(prompt, 8))
     first = loop.add(prompt, 8, {tokens[1]})
@@ -291,7 +291,7 @@ def test_an_ended_sequence_ignores_later_results():
 
 def test_plans_do_not_change_after_they_are_made():
     """Fails if a later plan writes the table of an earlier one, or copies too often."""
-    loop = Loop(max_steps=1)
+    loop = Loop(steps=1)
     loop.add([1, 2], 9)
     plans = [loop.plan() for _ in range(5)]
     assert [x.table[0].tolist()[:2] for x in plans] == [[1, 0]] * 3 + [[1, 2]] * 2
@@ -309,24 +309,32 @@ def steps_of(lefts, **options):
     return loop, loop.plan()
 
 
-def test_lanes_take_as_many_steps_as_are_of_use():
-    assert steps_of([8])[1].num_steps == 8
-    assert steps_of([9])[1].num_steps == 8
-    assert steps_of([7])[1].num_steps == 7
-    assert steps_of([1])[1].num_steps == 1
-    assert steps_of([50], max_steps=5)[1].num_steps == 5
+def test_lanes_take_several_steps_where_most_are_of_use():
+    """Fails if a pass of several steps is planned for little, or not at all."""
+    assert [steps_of([left])[1].size.steps for left in (50, 8, 7, 6, 1)] == [
+        *(8, 8, 8, 1, 1)
+    ]
+    assert steps_of([50], steps=5)[1].size.steps == 5
     _, plan = steps_of([50] * 7 + [2])  # 58 of 64 are of use
-    assert plan.num_steps == 8
+    assert plan.size.steps == 8
     assert plan.lanes.counts.tolist() == [8] * 7 + [2]
-    assert steps_of([50] * 5 + [1])[1].num_steps == 4  # 21 of 24, and 26 of 30
+    assert steps_of([50] * 5 + [1])[1].size.steps == 1  # 41 of 48
+
+
+def test_a_pass_of_several_steps_alone_serves_all():
+    """Fails if lanes read behind the end of a text, where no other size is there."""
+    loop = Loop(sizes=[Size(8, 6), Size(8, steps=8)], steps=1)
+    sequences = [loop.add([i], 3 + i) for i in range(3)]
+    loop.run()
+    check_all(sequences)
 
 
 def test_steps_preempt_nobody():
-    """Fails if lanes take more steps than the pages hold, or fewer."""
-    loop, plan = steps_of([7, 7], num_pages=6, page_size=2)
-    assert (plan.num_steps, loop.scheduler.metrics.num_preemptions) == (1, 0)
-    loop, plan = steps_of([7, 7], num_pages=9, page_size=2)
-    assert (plan.num_steps, loop.scheduler.metrics.num_preemptions) == (5, 0)
+    """Fails if lanes take more steps than the pages hold."""
+    for num_pages, steps in ((6, 1), (9, 1), (11, 8)):
+        loop, plan = steps_of([7, 7], num_pages=num_pages, page_size=2)
+        assert plan.size.steps == steps
+        assert loop.scheduler.metrics.num_preemptions == 0
 
 
 def test_streamed_tokens_come_one_by_one():
@@ -334,12 +342,12 @@ def test_streamed_tokens_come_one_by_one():
     for is_streamed in (False, True):
         loop.add([1], 20, is_streamed=is_streamed)
     loop.step()
-    assert loop.plan().num_steps == 1
+    assert loop.plan().size.steps == 1
 
 
 def test_drafts_make_passes_fewer():
     def count(sizes):
-        loop = Loop(sizes=sizes, max_steps=1)
+        loop = Loop(sizes=sizes, steps=1)
         loop.scheduler.speculator.pays = lambda lanes: True
         sequences = [loop.add([i], 40) for i in range(3)]
         loop.run()

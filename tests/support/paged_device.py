@@ -60,23 +60,24 @@ class Device:
     def run(self, plan):
         """Runs a pass.
 
-        Returns int[num_steps * width, lanes + chunks], -1 where nothing is.
+        Returns int[steps * width, lanes + chunks], -1 where nothing is.
         """
         for slot, sequence in plan.admitted:
             self.last[slot], self.owners[slot] = -1, sequence
             self.given[slot] = [*sequence.tokens]
-        num_lanes, num_chunks, width = plan.size
-        shape = plan.num_steps * width, num_lanes + num_chunks
+        num_lanes, num_chunks, width, num_steps = plan.size
+        shape = num_steps * width, num_lanes + num_chunks
         results = np.full(shape, -1, np.int64)
         prompts = [[x[i] for x in plan.chunks[:4]] for i in range(num_chunks)]
-        for step in range(plan.num_steps):
+        for step in range(num_steps):
             live = np.flatnonzero(plan.lanes.counts > step).tolist()
             reads = [self.lane(plan, lane, step) for lane in live]
             for slot, start, count, _ in prompts:
                 if count:
                     read = self.given[slot][start : start + count]
                     reads.append((slot, start, read))
-            self.write(plan.table, reads)
+            if reads:
+                self.write(plan.table, reads)
             for lane, (slot, start, read) in zip(live, reads, strict=False):
                 for i, token in enumerate(read):
                     if i and token != self.last[slot]:
@@ -183,13 +184,16 @@ class Loop:
         max_length=64,
         sizes=SIZES,
         chunk_size=8,
-        max_steps=8,
+        steps=8,
         lag=0,
         guesses=True,
     ):
         self.pool = ObservedPool(num_pages, page_size)
-        options = {"chunk_size": chunk_size, "max_steps": max_steps}
-        self.scheduler = Scheduler(self.pool, max_rows, max_length, sizes, **options)
+        if steps > 1:
+            lanes = [x.lanes for x in sizes if x.width == 1 and not x.chunks]
+            sizes = [*sizes, *(Size(number, steps=steps) for number in lanes)]
+        shape = max_rows, max_length, sizes
+        self.scheduler = Scheduler(self.pool, *shape, chunk_size=chunk_size)
         if guesses:
             num_drafts = self.scheduler.speculator.num_drafts
             self.scheduler.speculator = Guesses(num_drafts)
@@ -259,10 +263,11 @@ class Loop:
     def check_arrays(self, plan):
         """Fails if an array would compile another program, or an idle lane is live."""
         assert plan.size in self.scheduler.sizes
-        assert plan.num_steps * plan.size.width >= plan.lanes.counts.max()
+        assert plan.size.steps * plan.size.width >= plan.lanes.counts.max()
         assert all(plan.chunks.counts <= self.scheduler.chunk_size)
         width = plan.size.width
-        assert width == 1 or (plan.num_steps, plan.size.chunks) == (1, 0)
+        assert width == 1 or (plan.size.steps, plan.size.chunks) == (1, 0)
+        assert plan.size.steps == 1 or not plan.size.chunks
         for part, count, num_drafts in (
             (plan.lanes, plan.size.lanes, width - 1),
             (plan.chunks, plan.size.chunks, 0),

@@ -70,7 +70,7 @@ class Engine:
         for size in sorted(self.scheduler.sizes, key=lambda size: -size.chunks):
             lanes = lay_tasks([], size.lanes, slots.max_rows, size.width - 1)
             chunks = lay_tasks([], size.chunks, slots.max_rows)
-            self._passes.compile(rows, *self._pieces(lanes, chunks))
+            self._passes.compile(rows, *self._pieces(lanes, chunks), size.steps)
 
     def close(self) -> None:
         """Drops what has not begun to compile; no step follows."""
@@ -102,7 +102,7 @@ class Engine:
         """Sends a pass to the devices; returns results that are still on the way."""
         pieces, sizes = self._pieces(plan.lanes, plan.chunks)
         rows = self._update_rows(plan)
-        return self._passes.read(rows, pieces, sizes, plan.num_steps)
+        return self._passes.read(rows, pieces, sizes, plan.size.steps)
 
     def _pieces(self, lanes: Pieces, chunks: Pieces) -> tuple[list[Pieces], list[int]]:
         """Returns the pieces of a pass, and the most tokens of each kind."""

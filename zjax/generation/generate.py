@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, UInt32
 
 from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.engine import Engine, Request
-from zjax.generation.plan import Size
+from zjax.generation.plan import NUM_STEPS, Size
 from zjax.generation.pool import Pool
 from zjax.generation.programs import CutDecoder, Passes
 from zjax.generation.prompts import longest_text, read_prompts, salt_of
@@ -116,7 +116,7 @@ def _write(
     num_slots = min(_power(len(prompts)), MAX_ROWS)
     num_tokens = max(map(len, prompts)) + sampling.max_new_tokens
     num_pages = pages_of(num_slots, num_tokens)
-    sizes = Size(num_slots), Size(num_slots, NUM_CHUNKS)
+    sizes = Size(num_slots, steps=NUM_STEPS), Size(num_slots, NUM_CHUNKS)
     engine = make_engine(stored(model), sizes, longest, num_pages)
     sequences = []
     for prompt, seed in zip(prompts, seeds.tolist(), strict=True):

@@ -129,21 +129,34 @@ def _trim(logits, thresholds):
 def _largest_threshold(
     holds: Callable[[jax.Array], jax.Array], num_rows: int
 ) -> Float32[Array, " R"]:
-    """Bisects for the largest thresholds that satisfy a condition.
+    """Searches the largest thresholds that satisfy a condition.
 
     `holds(float32[R]) -> bool[R]` holds up to a threshold of each row, at -inf at
-    least, and never at inf. The result is exact: 32 halvings tell all float32 apart.
+    least, and never at inf. The result is exact: 16 rounds find 2 bits each.
     """
+    low, highest = (jnp.full(num_rows, x, jnp.uint32) for x in (_LOWEST, _HIGHEST))
 
-    def halve(_, bounds):
-        low, high = bounds
-        middle = low + (high - low) // 2
-        is_low = holds(_float_of(middle))
-        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
+    def refine(number, low):
+        shift = jnp.uint32(30) - 2 * jnp.uint32(number)
+        steps = [jnp.uint32(step) << shift for step in (1, 2, 3)]
+        # The sums of all three read the logits once: they become one kernel.
+        codes = [low + jnp.minimum(step, highest - low) for step in steps]
+        held = [holds(_float_of(code)).astype(jnp.uint32) for code in codes]
+        return low + ((held[0] + held[1] + held[2]) << shift)
 
-    ends = _LOWEST, _HIGHEST
-    bounds = tuple(jnp.full(num_rows, code, jnp.uint32) for code in ends)
-    return _float_of(jax.lax.fori_loop(0, 32, halve, bounds)[0])
+    def refine_in_turn(low):
+        for number in range(16):
+            low = refine(number, low)
+        return low
+
+    # A branch with a loop cannot be a part of a CUDA graph: the host would wait for
+    # the device to learn which branch to launch. For a CPU, a loop compiles faster.
+    low = jax.lax.platform_dependent(
+        low,
+        cuda=refine_in_turn,
+        default=lambda low: jax.lax.fori_loop(0, 16, refine, low),
+    )
+    return _float_of(low)
 
 
 def _float_of(codes: UInt32[Array, " R"]) -> Float32[Array, " R"]:

@@ -137,7 +137,7 @@ class OffloadedPasses:
         self._history.set_row(slot, tokens)
 
     def compile(
-        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int]
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> None:
         """Does nothing: the programs of units are small, and compiled as units come."""
 
@@ -146,8 +146,10 @@ class OffloadedPasses:
     ) -> Chosen:
         """Reads pieces of up to `sizes` tokens; see `Passes`."""
         found = []
-        for step in range(num_steps):
-            steps_alone = tuple(sizes) == (1,)
+        steps_alone = tuple(sizes) == (1,)
+        # A step that no lane needs would read the whole model for nothing.
+        needed = max(1, int(np.max(pieces[0].counts)))
+        for step in range(min(num_steps, needed)):
             now = tuple(x.at(step) if steps_alone else x for x in pieces)
             found.append(self._read_once(rows, now, tuple(sizes)))
         return jax.tree.map(lambda *steps: jnp.concatenate(steps), *found)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from zjax.generation.chunks import Chunks, batch_of, split_tokens
 from zjax.generation.dtypes import COMPUTE, CacheDtype, Dtypes
 from zjax.generation.pages import Pages, attend
-from zjax.generation.plan import MAX_STEPS, Given, Pieces
+from zjax.generation.plan import Given, Pieces
 from zjax.generation.sampling import (
     MAX_LOGPROBS,
     Chosen,
@@ -71,6 +71,7 @@ class Reader:
         assert stack.continuation is not None
         self._cache_dtype: CacheDtype = cache_dtype
         self._form = id(stack) if form is None else form
+        self._hash = hash(self._form)  # a form of many arrays takes long, for each call
         self.stack: Stack = stack
         self.continuation: Continuation = stack.continuation
         # Made once: a function traced for one block serves all blocks of the segment.
@@ -92,8 +93,8 @@ class Reader:
         return isinstance(other, Reader) and self._form == other._form
 
     def __hash__(self) -> int:
-        """Hashes the form of the model."""
-        return hash(self._form)
+        """Returns the hash of the form of the model."""
+        return self._hash
 
     def cut(self, params: Params) -> Weights:
         """Cuts stacked parameters into separate arrays or codes for each block."""
@@ -195,35 +196,28 @@ def run_pass(
 
 def run_steps(
     reader: Reader,
+    num_steps: int,
     weights: Weights,
     caches: Any,
     history: Int[Array, "slots S"],
     rows: Rows,
     piece: Pieces,
-    num_steps: Int[Array, ""],
 ) -> tuple[Any, Int[Array, "slots S"], Chosen]:
     """Reads the tokens of lanes one after another; see `run_pass`.
 
-    A lane reads the token that the last step chose; `num_steps` are the steps of the
-    longest lane, up to `MAX_STEPS`. New tokens are [`MAX_STEPS`, pieces].
+    A lane reads the token that the last step chose. The number of steps is static: a
+    host that launches a loop of unknown length waits for the end. New tokens are
+    [`num_steps`, pieces].
     """
 
-    def step(number, carry):
-        caches, history, found = carry
-        inputs = weights, caches, history, rows, (piece.at(number),)
-        caches, history, chosen = run_pass(reader, (1,), *inputs)
-        found = jax.tree.map(lambda all, x: all.at[number].set(x[0]), found, chosen)
-        return caches, history, found
+    def step(carry, number):
+        inputs = weights, *carry, rows, (piece.at(number),)
+        *carry, chosen = run_pass(reader, (1,), *inputs)
+        return tuple(carry), jax.tree.map(lambda x: x[0], chosen)
 
-    def empty(x):
-        return jnp.zeros((MAX_STEPS, *x.shape[1:]), x.dtype)
-
-    inputs = weights, caches, history, rows, (piece,)
-    shapes = jax.eval_shape(functools.partial(run_pass, reader, (1,)), *inputs)[2]
-    found = jax.tree.map(
-        lambda x: jnp.zeros((MAX_STEPS, *x.shape[1:]), x.dtype), shapes
-    )
-    return jax.lax.fori_loop(0, num_steps, step, (caches, history, found))
+    numbers = jnp.arange(num_steps, dtype=jnp.int32)
+    (caches, history), found = jax.lax.scan(step, (caches, history), numbers)
+    return caches, history, found
 
 
 def lay_chunks(

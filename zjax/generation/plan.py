@@ -9,8 +9,8 @@ from jaxtyping import Bool, Int
 
 from zjax.generation.sequence import Sequence
 
-MAX_STEPS = 8
-"""Most tokens that a lane reads one after another in a pass."""
+NUM_STEPS = 8
+"""Tokens that a lane reads one after another, in a pass of several steps."""
 Given = Any
 """Arrays of the host, or on the devices; plans know NumPy alone."""
 
@@ -24,6 +24,8 @@ class Size(NamedTuple):
     """Chunks of prompts, each of one sequence."""
     width: int = 1
     """Tokens that a lane reads at once: the last token, and drafts of the next."""
+    steps: int = 1
+    """Tokens that a lane reads one after another; 1 with chunks or drafts."""
 
     def num_tokens(self, chunk_size: int) -> int:
         """Counts the tokens that a pass of the size computes at once."""
@@ -33,7 +35,7 @@ class Size(NamedTuple):
 class Pieces(NamedTuple):
     """C pieces of sequences, of up to T tokens each: lanes, or chunks of prompts.
 
-    A lane continues a sequence. Step s of the lane reads the last token of the slot at
+    A lane continues a sequence. Step s of a pass reads the last token of the slot at
     position `starts + s`, if s is below `counts`, and yields the next token. A lane
     with drafts reads the last token and `counts - 1` drafts in one step.
 
@@ -96,9 +98,7 @@ class Plan:
     Args:
         number: Number of the pass, from 0 on; passes run in this order.
         size: Shape of the compiled pass.
-        num_steps: Tokens that lanes read one after another; 1 in a pass with chunks or
-            drafts.
-        lanes: Decode part; a lane reads up to `num_steps * width` tokens.
+        lanes: Decode part; a lane reads up to `size.steps * size.width` tokens.
         chunks: Prompt part.
         table: int32[max_rows + 1, max_pages], pages of each slot; 0, the sink, behind
             the pages of a slot and in the last row. The array is not written again, and
@@ -110,7 +110,6 @@ class Plan:
 
     number: int
     size: Size
-    num_steps: int
     lanes: Pieces
     chunks: Pieces
     table: np.ndarray

@@ -35,7 +35,7 @@ class Passes(Protocol):
         ...
 
     def compile(
-        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int]
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> None:
         """Starts to compile what `read` runs for such pieces, as far as that helps."""
         ...
@@ -45,9 +45,9 @@ class Passes(Protocol):
     ) -> Chosen:
         """Reads pieces of up to `sizes` tokens; returns new tokens [T, pieces].
 
-        Several steps read lanes of one token each, and T is `num_steps` or more; rows
-        behind mean nothing. With drafts T is the size of the lanes. The arrays may
-        still be on the way.
+        Several steps read lanes of one token each, and T is the most tokens of a lane
+        or more; rows behind mean nothing. With drafts T is the size of the lanes. The
+        arrays may still be on the way.
         """
         ...
 
@@ -116,19 +116,19 @@ class Programs:
         self._history.set_row(slot, tokens)
 
     def compile(
-        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int]
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> None:
         """Starts to compile what `read` runs for such pieces, in a thread."""
-        run, inputs = self._program(rows, pieces, sizes, 1)
+        run, inputs = self._program(rows, pieces, sizes, num_steps)
         # Traced here, as a mesh is in use for one thread. Calls find what is compiled.
         compile = run.lower(*inputs).compile
-        self._compiling[_shape_of(pieces)] = _compilers().submit(compile)
+        self._compiling[_shape_of(pieces), num_steps] = _compilers().submit(compile)
 
     def read(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> Chosen:
         """Reads pieces of up to `sizes` tokens; see `Passes`."""
-        started = self._compiling.pop(_shape_of(pieces), None)
+        started = self._compiling.pop((_shape_of(pieces), num_steps), None)
         if started is not None:
             started.result()
         run, inputs = self._program(rows, pieces, sizes, num_steps)
@@ -150,10 +150,9 @@ class Programs:
     ) -> tuple[Any, tuple[Any, ...]]:
         """Returns the program of a pass, and the inputs."""
         state = self._weights, self._caches, self._history.tokens, rows
-        if tuple(sizes) == (1,):
+        if num_steps > 1:
             (piece,) = pieces
-            return _run_steps(), (self._reader, *state, piece, np.int32(num_steps))
-        assert num_steps == 1
+            return _run_steps(), (self._reader, num_steps, *state, piece)
         return _run_pass(), (self._reader, tuple(sizes), *state, tuple(pieces))
 
 
@@ -277,7 +276,7 @@ def _run_pass() -> Any:
 def _run_steps() -> Any:
     """Makes the program of `run_steps`."""
     jit = functools.partial(jax.jit, compiler_options=_options())
-    return jit(run_steps, static_argnums=0, donate_argnums=(2, 3))
+    return jit(run_steps, static_argnums=(0, 1), donate_argnums=(3, 4))
 
 
 def _options() -> dict[str, Any]:

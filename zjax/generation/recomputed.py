@@ -98,7 +98,7 @@ class RecomputedPasses:
         self._history.set_row(slot, tokens)
 
     def compile(
-        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int]
+        self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> None:
         """Does nothing: the lengths of texts, which programs depend on, come later."""
 
@@ -107,8 +107,10 @@ class RecomputedPasses:
     ) -> Chosen:
         """Reads pieces of up to `sizes` tokens; see `Passes`."""
         found = []
-        for step in range(num_steps):
-            steps_alone = tuple(sizes) == (1,)
+        steps_alone = tuple(sizes) == (1,)
+        # A step that no lane needs would read the whole model for nothing.
+        needed = max(1, int(np.max(pieces[0].counts)))
+        for step in range(min(num_steps, needed)):
             now = [x.at(step) if steps_alone else x for x in pieces]
             found.append(self._read_once(rows, _join(now)))
         return jax.tree.map(lambda *steps: jnp.concatenate(steps), *found)

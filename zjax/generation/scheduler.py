@@ -15,7 +15,7 @@ import numpy as np
 
 from zjax.errors import ConfigError, Problem
 from zjax.generation.drafts import Speculator
-from zjax.generation.plan import MAX_STEPS, Plan, Size, Task, find_places, lay_tasks
+from zjax.generation.plan import Plan, Size, Task, find_places, lay_tasks
 from zjax.generation.pool import Pool
 from zjax.generation.sequence import Sequence
 from zjax.generation.slots import Slots
@@ -61,8 +61,6 @@ class Scheduler:
         sizes: Shapes of compiled passes; one with chunks has `max_rows` lanes or more.
             Sizes of one width above 1 are for passes with drafts.
         chunk_size: Tokens of a chunk.
-        max_steps: Most tokens that a lane reads one after another, in a pass without
-            chunks.
 
     Raises:
         ConfigError: Names a setting that no sequence could run with.
@@ -93,10 +91,9 @@ class Scheduler:
         sizes: Iterable[Size],
         *,
         chunk_size: int = 64,
-        max_steps: int = MAX_STEPS,
     ):
         self.sizes, self.max_length = tuple(sizes), max_length
-        self.chunk_size, self.max_steps = chunk_size, max_steps
+        self.chunk_size = chunk_size
         widest = max((size.lanes for size in self.sizes if size.chunks), default=0)
         if widest < max_rows:
             problem = f"is more than the {widest} lanes of a pass with chunks"
@@ -154,14 +151,12 @@ class Scheduler:
             return None
         drafts = [self.speculator.propose(x) if speculates else [] for x in lanes]
         self._awaits_drafts = any(drafts)
-        size = self._find_size(len(lanes), len(chunks), has_drafts=any(drafts))
-        num_steps = 1 if chunks or any(drafts) else self._choose_steps(lanes)
-        tasks = [*self._take_tokens(lanes, num_steps, drafts)]
+        size = self._find_size(lanes, len(chunks), has_drafts=any(drafts))
+        tasks = [*self._take_tokens(lanes, size.steps, drafts)]
         no_slot = self.slots.max_rows
         plan = Plan(
             number=self._num_plans,
             size=size,
-            num_steps=num_steps,
             lanes=lay_tasks(tasks, size.lanes, no_slot, size.width - 1),
             chunks=lay_tasks(chunks, size.chunks, no_slot),
             table=self.slots.lend_table(),
@@ -179,8 +174,8 @@ class Scheduler:
 
         Args:
             plan: The pass; passes are accepted in order.
-            tokens: int[num_steps * width, lanes + chunks] or more rows, the new tokens;
-                -1 behind the first wrong draft.
+            tokens: int[steps * width, lanes + chunks], the new tokens; -1 behind the
+                first wrong draft.
 
         Returns:
             New tokens of each sequence.
@@ -254,22 +249,18 @@ class Scheduler:
                 lanes.append(sequence)
         return lanes
 
-    def _choose_steps(self, lanes: list[Sequence]) -> int:
-        """Returns the most steps that pages suffice for, and most of which are of use.
+    def _fills(self, lanes: list[Sequence], num_steps: int) -> bool:
+        """Whether pages suffice for some steps, and most of them are of use.
 
-        The steps of a lane behind the last token of the sequence are of no use.
+        The steps of a lane behind the last token of the sequence are of no use. Streams
+        want each token as soon as it is there.
         """
         if any(sequence.is_streamed for sequence in lanes):
-            return 1
-        most = min(self.max_steps, max(sequence.num_left for sequence in lanes))
-        for num_steps in range(most, 1, -1):
-            counts = [min(num_steps, sequence.num_left) for sequence in lanes]
-            if sum(counts) < _USEFUL * num_steps * len(lanes):
-                continue
-            num_missing = sum(map(self.slots.num_missing, lanes, counts))
-            if num_missing <= self.slots.pool.num_available:
-                return num_steps
-        return 1
+            return False
+        counts = [min(num_steps, sequence.num_left) for sequence in lanes]
+        num_missing = sum(map(self.slots.num_missing, lanes, counts))
+        is_used = sum(counts) >= _USEFUL * num_steps * len(lanes)
+        return is_used and num_missing <= self.slots.pool.num_available
 
     def _drafts_pay(self, lanes: list[Sequence]) -> bool:
         """Whether a pass of all lanes with drafts is expected to be faster."""
@@ -352,13 +343,22 @@ class Scheduler:
         else:
             self.slots.leave(sequence)
 
-    def _find_size(self, num_lanes: int, num_chunks: int, *, has_drafts: bool) -> Size:
-        """Returns the size with the fewest tokens that holds a pass."""
+    def _find_size(
+        self, lanes: list[Sequence], num_chunks: int, *, has_drafts: bool
+    ) -> Size:
+        """Returns the size with the fewest tokens that holds a pass.
+
+        Of equal sizes, the one with the most steps that most lanes fill.
+        """
         fits = [
             size
             for size in self.sizes
-            if size.lanes >= num_lanes
+            if size.lanes >= len(lanes)
             and size.chunks >= num_chunks
             and (size.width > 1) == has_drafts
+            and (size.steps == 1 or not num_chunks)
         ]
-        return min(fits, key=lambda size: size.num_tokens(self.chunk_size))
+        filled = [x for x in fits if x.steps == 1 or self._fills(lanes, x.steps)]
+        return min(
+            filled or fits, key=lambda x: (x.num_tokens(self.chunk_size), -x.steps)
+        )

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zjax.errors import ConfigError, Problem
-from zjax.generation.plan import Size
+from zjax.generation.plan import NUM_STEPS, Size
 from zjax.generation.prompts import longest_text
 from zjax.settings import schema
 
@@ -20,7 +20,10 @@ NUM_CHUNKS = 8
 """Chunks of prompts beside the rows of a pass: 512 tokens, which keep a GPU busy."""
 MAX_DRAFTS = 15
 """Most drafts that a row reads in a pass."""
-_LANES = 1, 8, 32, 128, 256
+_LANES = 1, 8, 64
+"""Rows of passes with fewer rows than there may be."""
+_FEW_ROWS = 64
+"""Rows up to which devices may read a token faster than the host plans a pass."""
 _DRAFTED_LANES = 8
 """Rows of the smaller pass with drafts."""
 _DRAFTED_TOKENS = 256
@@ -35,19 +38,22 @@ _ROW_TOKENS = 4096
 def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
     """Returns the sizes of passes: each is a program, so they are few.
 
-    There are 6 at most: up to 5 of rows, and 1 with chunks of prompts. Drafts add a
-    pass of up to 8 rows, and a pass of as many rows as read 256 tokens at once.
+    There are 6 at most: up to 4 of rows, up to 2 of rows that read several tokens, and
+    1 with chunks of prompts. Drafts add a pass of up to 8 rows, and a pass of as many
+    rows as read 256 tokens at once.
 
     Example:
-        >>> sizes_of(64)
-        (Size(lanes=1, chunks=0, width=1), Size(lanes=8, chunks=0, width=1), \
-Size(lanes=32, chunks=0, width=1), Size(lanes=64, chunks=0, width=1), \
-Size(lanes=64, chunks=8, width=1))
-        >>> sizes_of(64, num_drafts=7)[5:]
-        (Size(lanes=8, chunks=0, width=8), Size(lanes=32, chunks=0, width=8))
+        >>> [size.lanes for size in sizes_of(64)]
+        [1, 8, 64, 1, 64, 64]
+        >>> [(size.chunks, size.steps) for size in sizes_of(64)[3:]]
+        [(0, 8), (0, 8), (8, 1)]
+        >>> [(size.lanes, size.width) for size in sizes_of(64, num_drafts=7)[6:]]
+        [(8, 8), (32, 8)]
     """
     lanes = [number for number in _LANES if number < max_rows] + [max_rows]
-    sizes = [*map(Size, lanes), Size(max_rows, NUM_CHUNKS)]
+    several = sorted({1, max_rows} if max_rows <= _FEW_ROWS else {1})
+    sizes = [*map(Size, lanes), *(Size(number, steps=NUM_STEPS) for number in several)]
+    sizes.append(Size(max_rows, NUM_CHUNKS))
     if num_drafts:
         width = 1 + num_drafts
         most = min(max_rows, _DRAFTED_TOKENS // width)

@@ -18,7 +18,7 @@ from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.footprint import Footprint
 from zjax.generation.generator import Generator
 from zjax.generation.loading import WITHOUT_MOMENTS
-from zjax.generation.plan import MAX_STEPS
+from zjax.generation.plan import NUM_STEPS
 from zjax.generation.sampling import Sampling
 from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE
 from zjax.models.build import make_model
@@ -206,7 +206,7 @@ class _Case:
     @property
     def max_new_tokens(self) -> int:
         """Tokens that no row reaches before the last row has the timed ones."""
-        return self.num_passes + self.num_new + MAX_STEPS
+        return self.num_passes + self.num_new + NUM_STEPS
 
     @property
     def num_pages(self) -> int:
@@ -225,7 +225,7 @@ def _make_case(num_rows: int, max_length: int) -> _Case:
     num_given = max(min(_NUM_GIVEN, max_length // 4), 1)
     num_chunks = num_rows * -(-num_given // PAGE_SIZE)
     num_passes = -(-num_chunks // NUM_CHUNKS)
-    num_new = min(_NUM_NEW, max_length - num_given - num_passes - MAX_STEPS)
+    num_new = min(_NUM_NEW, max_length - num_given - num_passes - NUM_STEPS)
     return _Case(num_rows, num_given, num_new, num_passes)
 
 
