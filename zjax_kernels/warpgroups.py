@@ -60,6 +60,8 @@ def launch(
     def run(*refs):
         body(*jax.tree.unflatten(structure, refs))
 
+    # Profiles of a GPU show the name.
+    run.__name__ = body.__qualname__.split(".")[0]
     if not any(isinstance(x, jax.Ref) for x in operands):
         return plgpu.kernel(run, scratch_types=scratch_types, **options, **mesh)(
             *operands
@@ -69,6 +71,7 @@ def launch(
     def run_scoped(*refs):
         pl.run_scoped(functools.partial(run, *refs), *scratch_types)
 
+    run_scoped.__name__ = run.__name__
     run_kernel: Any = pl.kernel(run_scoped, mesh=plgpu.Mesh(**mesh), **options)
     return run_kernel(*operands)
 

@@ -139,30 +139,3 @@ def test_forbidden_ids_of_a_row_are_forbidden_there_alone():
     ids = jnp.array([[0, -1, 4], [-1, -1, -1], [2, 2, -1]])
     found = transforms.forbid(logits, ids)
     assert [np.flatnonzero(row == -INF).tolist() for row in found] == [[0, 4], [], [2]]
-
-
-def test_gpus_search_as_cpus_do(monkeypatch):
-    """Fails if what is unrolled for a GPU finds another threshold, or other tokens."""
-    rng = np.random.default_rng(4)
-    logits = rng.normal(size=(5, 200)).astype(np.float32)
-    logits[0, 7:] = -np.inf
-    logits[1] = np.repeat(logits[1, :20], 10)
-    logits[2, ::2] *= 1e-38
-
-    def find(logits):
-        kept = transforms.keep_top_k(logits, jnp.array([5, 12, 0, 1, 199], jnp.int32))
-        masses = jnp.array([0.1, 0.5, 0.9, 0.99, 1.0], jnp.float32)
-        return kept, transforms.keep_top_p(kept, masses), *transforms.find_best(kept, 9)
-
-    wanted = jax.jit(find)(logits)
-    branches = []
-
-    def unroll(*inputs, cuda, default):
-        branches.append(default)
-        return cuda(*inputs)
-
-    monkeypatch.setattr(jax.lax, "platform_dependent", unroll)
-    found = jax.jit(lambda logits: find(logits))(logits)
-    assert len(branches) == 3
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)

@@ -405,19 +405,3 @@ def test_all_problems_are_found_at_once():
     sampling = Sampling(temperature=-1.0, top_k=-1, end_ids=(50,), num_logprobs=99)
     fields = [each.field for each in sampling.problems(11)]
     assert fields == ["temperature", "top_k", "end_ids", "num_logprobs"]
-
-
-def test_gpus_choose_tokens_without_loops():
-    """Fails if the host would wait for a GPU, to learn which branch to launch.
-
-    A branch is a part of a CUDA graph if it contains no loop.
-    """
-    rows = rows_of([Sampling(temperature=1.0, top_k=3, top_p=0.9, num_logprobs=2)] * 2)
-    logits, history = jnp.zeros((2, 40)), jnp.zeros((2, 9), jnp.int32)
-    inputs = logits, rows, history, jnp.ones(2, jnp.int32), jnp.full(2, 3, jnp.int32)
-    traced = jax.jit(functools.partial(choose_tokens, num_best=2)).trace(*inputs)
-    for platform, has_loops in (("cpu", True), ("cuda", False)):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert ("stablehlo.while" in text) == has_loops
-        assert ("top_k" in text) == has_loops  # a library sorts
-        assert "stablehlo.case" in text

@@ -116,30 +116,6 @@ def keep_min_p(
     return jnp.where(is_likely, logits, -jnp.inf)
 
 
-def find_best(
-    logits: Float32[Array, "R V"], number: int
-) -> tuple[Float32[Array, "R N"], Int[Array, "R N"]]:
-    """Returns the largest logits of each row in order, and their ids."""
-
-    def take_in_turn(logits):
-        codes = _code_of(logits)
-        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
-        best = jnp.zeros((logits.shape[0], number), jnp.int32)
-        for place in range(number):
-            ids = jnp.argmax(codes, axis=1).astype(jnp.int32)
-            best = best.at[:, place].set(ids)
-            codes = codes.at[rows, ids].set(0)  # below the code of -inf
-        return jnp.take_along_axis(logits, best, axis=1), best
-
-    # A library sorts on GPUs, and cannot be a part of a CUDA graph either: see
-    # `_largest_threshold`.
-    return jax.lax.platform_dependent(
-        logits,
-        cuda=take_in_turn,
-        default=lambda logits: tuple(jax.lax.top_k(logits, number)),
-    )
-
-
 def _maximum(logits):
     """Returns the largest logit of each row, [R, 1]."""
     return logits.max(axis=1, keepdims=True)
@@ -168,18 +144,7 @@ def _largest_threshold(
         held = [holds(_float_of(code)).astype(jnp.uint32) for code in codes]
         return low + ((held[0] + held[1] + held[2]) << shift)
 
-    def refine_in_turn(low):
-        for number in range(16):
-            low = refine(number, low)
-        return low
-
-    # A branch with a loop cannot be a part of a CUDA graph: the host would wait for
-    # the device to learn which branch to launch. For a CPU, a loop compiles faster.
-    low = jax.lax.platform_dependent(
-        low,
-        cuda=refine_in_turn,
-        default=lambda low: jax.lax.fori_loop(0, 16, refine, low),
-    )
+    low = jax.lax.fori_loop(0, 16, refine, low)
     return _float_of(low)
 
 
@@ -189,12 +154,6 @@ def _float_of(codes: UInt32[Array, " R"]) -> Float32[Array, " R"]:
     is_positive = codes >> 31 == 1
     bits = jnp.where(is_positive, codes & 0x7FFFFFFF, ~codes)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _code_of(numbers: Float32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns the codes of float32, see `_float_of`."""
-    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
 
 def _exact_sum(weights: Float32[Array, "R V"]) -> Float32[Array, " R"]:

@@ -325,7 +325,7 @@ def _log_probabilities(rows, num_best, scores, tokens):
     logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - norms
 
     def rank(scores, norms):
-        best, best_ids = transforms.find_best(scores, num_best)
+        best, best_ids = jax.lax.top_k(scores, num_best)
         return best_ids, best - norms[:, None]
 
     return logprobs, *_or_zeros(rows.num_logprobs > 0, rank, scores, norms)
