@@ -306,10 +306,10 @@ def test_few_programs_serve_requests_of_any_length(caplog):
     assert set(ends) == {"length"}
     texts = [record.getMessage() for record in caplog.records]
     kinds = ("Compiling jit(run_steps)", "Compiling jit(run_pass)")
-    assert len([text for text in texts if text.startswith(kinds)]) <= 3
+    assert len([text for text in texts if text.startswith(kinds)]) <= 5
 
 
-@pytest.mark.parametrize(("num_drafts", "num_programs"), [(0, 3), (3, 4)])
+@pytest.mark.parametrize(("num_drafts", "num_programs"), [(0, 5), (3, 6)])
 def test_all_programs_are_compiled_before_the_first_request(
     caplog, num_drafts, num_programs
 ):

@@ -285,7 +285,10 @@ def _options() -> dict[str, Any]:
         return {}
     # Short sequences of kernels become CUDA graphs too: between two kernels of Pallas
     # there are a few, and launches one by one leave gaps of 4 % of a token.
-    options = {"xla_gpu_graph_min_graph_size": 1}
+    options: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
+    # A kernel would read a part of a larger array in place, such as the queries of
+    # chunks: Mosaic refuses parts that do not begin at a multiple of 256 bytes.
+    options["xla_gpu_enable_dynamic_slice_fusion"] = False
     return {name: x for name, x in options.items() if knows_option(name, x)}
 
 
