@@ -151,6 +151,21 @@ def test_a_ticket_that_is_cancelled_leaves_nothing(generator):
     assert (served.num_running, served.num_waiting, served.num_live_pages) == (0, 0, 0)
 
 
+def test_a_request_to_a_closed_generator_is_refused():
+    """Fails if nobody answers a request that comes too late, or comes while it ends."""
+    generator = make()
+    generator.close()
+    ticket = generator.submit([1, 2], Sampling(max_new_tokens=2))
+
+    async def read():
+        return [delta async for delta in ticket]
+
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(asyncio.wait_for(read(), timeout=30))
+    text = "generator='closed' writes no more texts; make another"
+    assert str(error.value) == text
+
+
 def test_a_loop_that_ends_before_its_texts_ends_nothing_else(generator):
     """Fails if news for an event loop that is closed end the engine."""
 

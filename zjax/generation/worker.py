@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from zjax.errors import ConfigError, Problem
 from zjax.generation.engine import Engine, News
 from zjax.generation.scheduler import Metrics
 from zjax.generation.sequence import Sequence
@@ -142,12 +143,18 @@ class Worker:
                 while self._take_orders(waits=not runs):
                     runs = self._runner.step()
             self._runner.close()
+            problem, remedy = "writes no more texts", "make another"
+            self._end(ConfigError(Problem("generator", "closed", problem, remedy)))
         except BaseException as error:  # whatever ends the thread ends all tickets
-            self._failure = error
-            for ticket in self._runner.tickets:
-                ticket.tell(error)
-            while not self._orders.empty():
-                self._refuse(self._orders.get(), error)
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """Tells all tickets, and all to come, why no pass follows."""
+        self._failure = error
+        for ticket in self._runner.tickets:
+            ticket.tell(error)
+        while not self._orders.empty():
+            self._refuse(self._orders.get(), error)
 
     def _take_orders(self, *, waits: bool) -> bool:
         """Carries out all orders, at least one if nothing is left to run."""
