@@ -348,8 +348,13 @@ class Scheduler:
     ) -> Size:
         """Returns the size with the fewest tokens that holds a pass.
 
-        Of equal sizes, the one with the most steps that most lanes fill.
+        Of equal sizes, the one with the most steps that the lanes fill.
         """
+
+        def cost(size: Size) -> tuple[int, bool, int]:
+            is_filled = size.steps == 1 or self._fills(lanes, size.steps)
+            return size.num_tokens(self.chunk_size), not is_filled, -size.steps
+
         fits = [
             size
             for size in self.sizes
@@ -358,7 +363,4 @@ class Scheduler:
             and (size.width > 1) == has_drafts
             and (size.steps == 1 or not num_chunks)
         ]
-        filled = [x for x in fits if x.steps == 1 or self._fills(lanes, x.steps)]
-        return min(
-            filled or fits, key=lambda x: (x.num_tokens(self.chunk_size), -x.steps)
-        )
+        return min(fits, key=cost)
