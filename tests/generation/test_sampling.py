@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import filters as reference
+from zjax.errors import ConfigError
 from zjax.generation import logits as transforms
 from zjax.generation.sampling import Sampling, choose_tokens, restrict, rows_of
 
@@ -377,9 +378,6 @@ PROBLEMS = {
         "end_ids": (10,),
         "min_new_tokens": 1,
     },
-    "stop='ab' is no tuple of texts with a character or more; use () for none": {
-        "stop": "ab"
-    },
     "stop=('',) is no tuple of texts with a character or more; use () for none": {
         "stop": ("",)
     },
@@ -387,6 +385,41 @@ PROBLEMS = {
         "num_logprobs": 12
     },
 }
+
+
+OTHER_TYPES = {
+    "max_new_tokens=2.5 is no integer; use one, such as 1": {"max_new_tokens": 2.5},
+    "num_logprobs='2' is no integer; use one, such as 1": {"num_logprobs": "2"},
+    "temperature='1' is no number; use one, such as 1.0\n"
+    "top_p=None is no number; use one, such as 1.0": {
+        "temperature": "1",
+        "top_p": None,
+    },
+    "forbidden_ids=(1.5,) are no ids; use integers, or () for none": {
+        "forbidden_ids": (1.5,)
+    },
+    "end_ids=5 are no ids; use integers, or () for none": {"end_ids": 5},
+    "stop='ab' is no tuple of texts with a character or more; use () for none": {
+        "stop": "ab"
+    },
+    "stop=(5,) is no tuple of texts with a character or more; use () for none": {
+        "stop": (5,)
+    },
+}
+
+
+@pytest.mark.parametrize("text", OTHER_TYPES)
+def test_a_setting_of_another_type_is_refused_before_a_thread_fails(text, untyped):
+    """Fails if a request like this ends the texts of all requests."""
+    with pytest.raises(ConfigError) as error:
+        Sampling(**OTHER_TYPES[text])
+    assert str(error.value) == text
+
+
+def test_settings_may_be_scalars_and_lists_of_numpy(untyped):
+    settings = {"max_new_tokens": np.int64(3), "temperature": np.float32(1)}
+    ids = {"end_ids": [3], "forbidden_ids": (np.int32(4),), "stop": ["a"]}
+    assert Sampling(**settings, **ids).problems(11) == []
 
 
 @pytest.mark.parametrize("text", PROBLEMS)

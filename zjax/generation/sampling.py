@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
-from zjax.errors import Problem
+from zjax.errors import ConfigError, Problem
 from zjax.generation import logits as transforms
 
 MAX_END_IDS = 8
@@ -55,6 +56,9 @@ class Sampling:
             drawn from, in place of the model's; without temperature and filters where
             the temperature is 0.
 
+    Raises:
+        ConfigError: A setting is no number, no ids, or no texts.
+
     Example:
         >>> Sampling(top_p=0.9).problems(vocab_size=100)
         []
@@ -84,6 +88,11 @@ class Sampling:
     num_logprobs: int | None = None
     filtered_logprobs: bool = False
 
+    def __post_init__(self) -> None:
+        # The thread of a generator would fail, and end the texts of all requests.
+        if problems := [*_type_problems(self)]:
+            raise ConfigError(*problems)
+
     def problems(self, vocab_size: int) -> list[Problem]:
         """Finds the settings that cannot work with a vocabulary.
 
@@ -100,6 +109,43 @@ class Sampling:
             *_id_problems(self, vocab_size),
             *_output_problems(self, vocab_size),
         ]
+
+
+_INTEGERS = "max_new_tokens", "top_k", "min_new_tokens", "num_samples", "seed"
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def _type_problems(sampling: Sampling) -> Iterator[Problem]:
+    """Yields problems of settings that are no numbers, no ids, or no texts."""
+    optional = ["num_logprobs"] if sampling.num_logprobs is not None else []
+    for name in (*_INTEGERS, *optional):
+        value = getattr(sampling, name)
+        if not isinstance(value, numbers.Integral):
+            yield Problem(name, value, "is no integer", "use one, such as 1")
+    for name in _NUMBERS:
+        value = getattr(sampling, name)
+        if not isinstance(value, numbers.Real):
+            yield Problem(name, value, "is no number", "use one, such as 1.0")
+    ids = {"forbidden_ids": sampling.forbidden_ids, "end_ids": sampling.end_ids or ()}
+    for name, value in ids.items():
+        if not _are(numbers.Integral, value):
+            yield Problem(name, value, "are no ids", "use integers, or () for none")
+    if not _are(str, sampling.stop) or isinstance(sampling.stop, str):
+        problem = "is no tuple of texts with a character or more"
+        yield Problem("stop", sampling.stop, problem, "use () for none")
+
+
+def _are(kind: type, values: Any) -> bool:
+    """Whether values are a sequence of a type."""
+    is_sequence = isinstance(values, Sequence)
+    return is_sequence and all(isinstance(each, kind) for each in values)
 
 
 GREEDY = Sampling()
@@ -185,7 +231,7 @@ def _id_problems(sampling: Sampling, vocab_size: int) -> Iterator[Problem]:
 
 def _output_problems(sampling: Sampling, vocab_size: int) -> Iterator[Problem]:
     """Yields problems of stop strings and of log-probabilities."""
-    if isinstance(sampling.stop, str) or "" in sampling.stop:
+    if "" in sampling.stop:
         problem = "is no tuple of texts with a character or more"
         yield Problem("stop", sampling.stop, problem, "use () for none")
     most = min(MAX_LOGPROBS, vocab_size)
