@@ -382,3 +382,19 @@ def test_a_failure_reaches_all_who_wait(monkeypatch):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no memory"):
                 generator.generate([[1], [2]], Sampling(max_new_tokens=2))
+
+
+def test_log_probabilities_are_fetched_if_a_request_asks(generator, monkeypatch):
+    """Fails if each pass moves arrays to the host that nobody reads."""
+    fetched, get = [], jax.device_get
+
+    def watch(x):
+        fetched.append(len(jax.tree.leaves(x)))
+        return get(x)
+
+    monkeypatch.setattr(jax, "device_get", watch)
+    generator.generate(PROMPTS[:2], Sampling(max_new_tokens=4))
+    assert {*fetched} == {1}
+    fetched.clear()
+    generator.generate(PROMPTS[:2], Sampling(max_new_tokens=4, num_logprobs=0))
+    assert {*fetched} == {4}

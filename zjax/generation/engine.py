@@ -87,7 +87,7 @@ class Engine:
             self._passes.rest()
             return None
         plan, chosen = self._in_flight.popleft()
-        found = jax.device_get(chosen)
+        found = _fetch(plan, chosen)
         results = self.scheduler.accept(plan, found.tokens)
         return [
             News(
@@ -132,6 +132,18 @@ class Engine:
         """Sends to the devices what they know of all slots."""
         # Copies: a CPU device may share the memory of the host.
         return jax.device_put(Rows(table, *jax.tree.map(np.copy, self._host_rows)))
+
+
+def _fetch(plan: Plan, chosen: Chosen) -> Chosen:
+    """Waits for a pass; log-probabilities that no request asks for stay where they are.
+
+    Each array that is fetched costs the host time, in which a small model could write.
+    """
+    requests = (place.sequence.request for place in plan.places)
+    if any(request.sampling.num_logprobs is not None for request in requests):
+        return jax.device_get(chosen)
+    zeros = (np.zeros(x.shape, x.dtype) for x in chosen[1:])
+    return Chosen(jax.device_get(chosen.tokens), *zeros)
 
 
 def _lay_rows(
