@@ -69,6 +69,14 @@ def test_top_p_of_random_rows(logits):
     check(transforms.keep_top_p, reference.kept_by_top_p, logits, settings, np.float32)
 
 
+def test_a_top_p_that_devices_take_for_zero_keeps_the_likeliest():
+    """Fails if no token is left, and the first is drawn."""
+    settings = jnp.array([1e-40, 1e-46, 1e-38], jnp.float32)
+    kept = jax.jit(transforms.keep_top_p)(RANDOM[:3], settings)
+    is_likeliest = RANDOM[:3] == RANDOM[:3].max(axis=1, keepdims=True)
+    np.testing.assert_array_equal(np.isfinite(kept), is_likeliest)
+
+
 @pytest.mark.parametrize(
     "logits", [ADVERSARIAL[:5], RANDOM, ROUNDED], ids=["few", "random", "ties"]
 )

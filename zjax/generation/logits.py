@@ -94,7 +94,9 @@ def keep_top_p(
     Reference: Holtzman et al., nucleus sampling (arXiv:1904.09751).
     """
     weights = jnp.exp(logits - _maximum(logits))
-    wanted = top_p * _exact_sum(weights)
+    # Devices may take a smaller number for 0, which every threshold would satisfy.
+    least = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
+    wanted = least * _exact_sum(weights)
 
     def has_enough(thresholds):
         return (
