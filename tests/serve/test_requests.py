@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.refusals import refused
 from zjax.generation.sampling import Sampling
+from zjax.serve.fields import read_object
 from zjax.serve.refusals import Refusal
 from zjax.serve.requests import Asked, read_chat, read_completion
 
@@ -182,6 +183,23 @@ def test_many_unknown_fields_take_no_time_each():
         completion(prompt="a", **{f"field_{n}" * 100: n for n in range(100)})
     lines = str(error.value).splitlines()
     assert len(lines) == 10 and max(map(len, lines)) < 100
+
+
+def test_a_number_beyond_all_floats_is_out_of_range():
+    with pytest.raises(
+        Refusal, match=r"is no number from 0 to 2; write one in"
+    ) as error:
+        completion(prompt="a", temperature=10**400)
+    assert error.value.param == "temperature"
+
+
+@pytest.mark.parametrize("body", [rb'{"prompt":"\ud800"}', rb'{"\uDC00":1}'])
+def test_half_a_character_is_refused(body):
+    """Fails if a tokenizer, or a reply, meets text that cannot be encoded."""
+    text = "the body has half a character (a lone surrogate); send whole ones"
+    with refused(Refusal, text):
+        read_object(body)
+    assert read_object(rb'{"a":"\ud83d\ude00\u00e9"}') == {"a": "\U0001f600\xe9"}
 
 
 def test_another_model_is_not_found():

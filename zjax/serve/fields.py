@@ -3,7 +3,6 @@
 import difflib
 import itertools
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -71,8 +70,7 @@ def between(least: int | float, most: int | float) -> Kind:
     """Returns the kind of numbers in a range."""
 
     def accepts(value: Any) -> bool:
-        is_number = type(value) in (int, float)
-        return is_number and math.isfinite(value) and least <= value <= most
+        return type(value) in (int, float) and least <= value <= most
 
     problem = f"is no number from {least:g} to {most:g}"
     return Kind(accepts, problem, "write one in the range")
@@ -100,10 +98,23 @@ def read_object(body: bytes) -> dict[str, Any]:
         why = "it is nested too deep" if isinstance(error, RecursionError) else error
         problem = f"the body cannot be read as JSON ({why}); send an object"
         raise Refusal(400, problem, code="invalid_json") from None
+    # Half a character, as "\\ud800", which no text that is sent may have.
+    if b"\\u" in body and not _is_unicode(found):
+        problem = "the body has half a character (a lone surrogate); send whole ones"
+        raise Refusal(400, problem, code="invalid_json")
     if not isinstance(found, dict):
         problem = "the body is no JSON object; send one, such as {...}"
         raise Refusal(400, problem, code="invalid_json")
     return found
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether all texts of a JSON value can be encoded."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Fields:
