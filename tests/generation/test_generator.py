@@ -166,6 +166,21 @@ def test_a_request_to_a_closed_generator_is_refused():
     assert str(error.value) == text
 
 
+@pytest.mark.parametrize("call", ["generate", "generate_each"])
+def test_a_call_that_is_interrupted_ends_its_texts(generator, call, monkeypatch):
+    """Fails if texts that nobody waits for keep the rows of a generator that lives."""
+    cancelled = []
+
+    def interrupt(number, ticket):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generator, "_collect", interrupt)
+    monkeypatch.setattr(generator, "_cancel", lambda x: cancelled.append(x.prompt_ids))
+    with pytest.raises(KeyboardInterrupt):
+        [*getattr(generator, call)([[1, 2], [3]], Sampling(max_new_tokens=14))]
+    assert cancelled == [[1, 2], [3]]
+
+
 def test_a_loop_that_ends_before_its_texts_ends_nothing_else(generator):
     """Fails if news for an event loop that is closed end the engine."""
 

@@ -191,13 +191,18 @@ class Generator:
         """
         # One prompt that cannot be served refuses all.
         tickets = [*self._tickets(prompts, sampling)]
-        for ticket in tickets:
-            self._worker.add(ticket)
-        return [
-            text
-            for number, ticket in enumerate(tickets)
-            for text in self._collect(number, ticket)
-        ]
+        try:
+            for ticket in tickets:
+                self._worker.add(ticket)
+            return [
+                text
+                for number, ticket in enumerate(tickets)
+                for text in self._collect(number, ticket)
+            ]
+        except BaseException:  # Ctrl-C in a notebook, whose generator lives on
+            for ticket in tickets:
+                ticket.cancel()
+            raise
 
     def generate_each(
         self,
@@ -233,9 +238,9 @@ class Generator:
                 self._worker.add(ticket)
                 flying.append((number, ticket))
                 if len(flying) == most:
-                    yield self._collect(*flying.popleft())
+                    yield self._collect_first(flying)
             while flying:
-                yield self._collect(*flying.popleft())
+                yield self._collect_first(flying)
         finally:
             for _, ticket in flying:
                 ticket.cancel()
@@ -405,6 +410,14 @@ class Generator:
         for delta in ticket:
             news[delta.sample].append(delta)
         return [_join(number, ticket.sampling, deltas) for deltas in news]
+
+    def _collect_first(
+        self, flying: collections.deque[tuple[int, Ticket]]
+    ) -> list[Text]:
+        """Waits for the texts of the first ticket, which stays until they are there."""
+        texts = self._collect(*flying[0])
+        flying.popleft()
+        return texts
 
     def _cancel(self, ticket: Ticket) -> None:
         self._worker.cancel(ticket)
