@@ -413,3 +413,13 @@ def test_log_probabilities_are_fetched_if_a_request_asks(generator, monkeypatch)
     fetched.clear()
     generator.generate(PROMPTS[:2], Sampling(max_new_tokens=4, num_logprobs=0))
     assert {*fetched} == {4}
+
+
+def test_the_size_is_told_at_the_start(caplog):
+    with caplog.at_level(logging.INFO):
+        make(num_pages=9).close()
+    [text] = [x.getMessage() for x in caplog.records if "text: " in x.getMessage()]
+    assert text == (
+        "text: 4 rows at once, of up to 16 tokens; 9 pages of 64 tokens, 73.73 kB on "
+        "each device; 5 sizes of passes"
+    )

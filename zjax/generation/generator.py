@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import jax
+from absl import logging
 
 from zjax.data.prompts import Given, Prompts, describe_prompt, is_ids
 from zjax.data.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ from zjax.generation.text import TextStream
 from zjax.generation.tickets import Delta, Ticket
 from zjax.generation.worker import Served, Worker
 from zjax.ops.narrow import WeightDtype
+from zjax.sharding.describe import format_bytes
 
 _AHEAD = 4
 """Rows in flight for each row that is written: a long text delays no other."""
@@ -152,11 +154,16 @@ class Generator:
     def _make_engine(
         self, decoder: StoredDecoder, sizes: tuple[Size, ...], num_pages: int
     ) -> Engine:
-        """Makes the engine, with as many pages as fit."""
+        """Makes the engine, with as many pages as fit, and tells what it has made."""
+        each = decoder.page_bytes(PAGE_SIZE)
         if not num_pages:
-            each = decoder.page_bytes(PAGE_SIZE)
             num_pages = count_pages(each, self.max_rows, self.max_length)
         self.num_pages = num_pages
+        text = "text: %d rows at once, of up to %d tokens; %d pages of %d tokens, %s "
+        text += "on each device; %d sizes of passes"
+        size = format_bytes(num_pages * each)
+        rows = self.max_rows, self.max_length
+        logging.info(text, *rows, num_pages, PAGE_SIZE, size, len(sizes))
         return make_engine(decoder, sizes, self.max_length, num_pages, self._end_ids)
 
     @property
