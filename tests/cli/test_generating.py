@@ -50,6 +50,9 @@ def test_prompts_are_the_lines_of_a_file(content, problem, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text(" def f(\nimport\n")
     assert read_prompts(str(path)) == [" def f(", "import"]
+    # Other characters that end a line for `str.splitlines`, as a page of a text does.
+    path.write_bytes("a\u2028b\r\nc\x0c\x85d".encode())
+    assert read_prompts(str(path)) == ["a\u2028b", "c\x0c\x85d"]
     path.write_bytes(content)
     with config_error(f"--file='{path}' {problem}"):
         read_prompts(str(path))

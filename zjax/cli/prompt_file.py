@@ -1,5 +1,6 @@
 """Prompts that a command line names: one, or each line or record of a file."""
 
+import io
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -94,7 +95,8 @@ def read_prompts(path: str) -> list[str]:
     """Reads the prompts of `--file`, one on each line; no line may be empty."""
     path = local_path("file", path)
     try:
-        lines = read_text(path).splitlines()
+        # Not `splitlines`, for which other characters than newlines end a line.
+        lines = [x.rstrip("\n") for x in io.StringIO(read_text(path), newline=None)]
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         problem, remedy = f"cannot be read ({why})", "give a text with a prompt a line"
