@@ -247,6 +247,17 @@ def test_a_file_of_other_texts_is_refused(write, tmp_path):
     assert output.read_bytes() == whole
 
 
+def test_texts_up_to_another_length_are_other_texts(write):
+    """Fails if a file has texts that end at two lengths, for the same prompts."""
+    output = write("--max_new_tokens=0", "--max_length=9")
+    held = f"--output='{output}' holds texts of"
+    with config_error(f"{held} max_length=9, not 0; name another file"):
+        write("--max_new_tokens=0")
+    output.unlink()
+    whole = write("--max_length=9").read_bytes()
+    assert write().read_bytes() == whole  # four tokens at any length
+
+
 def test_a_prompt_that_cannot_be_served_is_named_before_a_text_is_written(
     write, tmp_path
 ):

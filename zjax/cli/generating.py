@@ -145,7 +145,9 @@ def origin_of(
     if given.file:
         with open(local_path("file", given.file), "rb") as file:
             digest = hashlib.file_digest(file, "sha256")
-    return {
+    # Texts without a number of tokens go on to the longest text.
+    ends = {} if sampling.max_new_tokens else {"max_length": given.max_length}
+    return ends | {
         "prompts": digest.hexdigest(),
         "weights": weights,
         "settings": changes_given(given),
