@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import filters as reference
+from tests.support.lowering import cuda_program
 from zjax.errors import ConfigError
 from zjax.generation import logits as transforms
 from zjax.generation.sampling import Sampling, choose_tokens, restrict, rows_of
+from zjax_kernels import device
 
 RNG = np.random.default_rng(0)
 VOCAB, LENGTH = 23, 9
@@ -188,7 +191,7 @@ def test_penalties_and_forbidden_ids_equal_loops(number):
 @pytest.mark.parametrize("number", ALL)
 def test_tokens_and_logprobs_equal_loops(number):
     sampling, row = MIXED[number] or Sampling(), expected_row(number)
-    found = jax.tree.map(lambda x: x[0], choose(*select([number]), num_best=4))
+    found = jax.tree.map(lambda x: x[0], choose(*select([number]), num_best=3))
     filtered = row
     if sampling.temperature:
         names = ("temperature", "top_k", "top_p", "min_p")
@@ -201,7 +204,7 @@ def test_tokens_and_logprobs_equal_loops(number):
     source = filtered if sampling.filtered_logprobs else LOGITS[number]
     with np.errstate(divide="ignore"):
         logprobs = np.log(reference.softmax(source))
-    best = np.argsort(-logprobs, kind="stable")[:4]
+    best = np.argsort(-logprobs, kind="stable")[:3]
     np.testing.assert_allclose(found.logprobs, logprobs[found.tokens], rtol=1e-4)
     np.testing.assert_array_equal(found.best_ids, best)
     np.testing.assert_allclose(found.best_logprobs, logprobs[best], rtol=1e-4)
@@ -230,9 +233,32 @@ def test_log_probabilities_are_computed_where_a_row_asks():
     assert not any(np.any(x) for x in nothing[1:])
     assert np.all(some.logprobs < 0) and not np.any(some.best_ids)
     np.testing.assert_array_equal(some.logprobs, all_of_it.logprobs)
-    assert np.all(all_of_it.best_logprobs[:, 0] > all_of_it.best_logprobs[:, 2])
+    assert np.all(np.diff(all_of_it.best_logprobs[4]) < 0)
+    others_of_it = np.arange(len(logits)) != 4
+    assert not np.any(all_of_it.best_logprobs[others_of_it])
     outside = [*always(jax.make_jaxpr(choose_tokens)(logits, rows, *others).jaxpr)]
     assert {"argmax", "cond"} <= {*outside} and not {"exp", "log"} & {*outside}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A Hopper GPU that is said to be there; branches are traced again."""
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_no_branch_on_a_hopper_gpu_has_a_loop_or_a_sort(on_hopper):
+    """Fails if the host would wait for the device: a CUDA graph holds neither."""
+    arguments = jax.tree.map(jnp.asarray, select(ALL))
+    program = cuda_program(functools.partial(choose_tokens, num_best=3), *arguments)
+    operations = {*re.findall(r"(?:stablehlo|chlo)\.(\w+)", program)}
+    assert "case" in operations and not {"while", "sort", "top_k"} & operations
+    calls = re.findall(r"custom_call @(\w+)", program)
+    assert sum(name.startswith("mosaic_gpu") for name in calls) == 3
+    others = {name for name in calls if not name.startswith("mosaic_gpu")}
+    assert others <= {"cu_threefry2x32_ffi"}
 
 
 def always(jaxpr):

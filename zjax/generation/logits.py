@@ -4,16 +4,10 @@ Each function maps logits to logits, so that functions compose in any order. A t
 that cannot be drawn has -inf.
 """
 
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int, UInt32
+from jaxtyping import Array, Float32, Int
 
-_LOWEST, _HIGHEST = 0x007FFFFF, 0xFF800000
-"""Codes of -inf and inf, by `_float_of`."""
-_NUM_LIMBS = 3
-"""Number of integers of a weight, of 12 bits each in a vocabulary of 2^18 tokens."""
+from zjax_kernels import top_k_threshold, top_p_threshold
 
 
 def count_tokens(
@@ -79,11 +73,7 @@ def keep_top_k(
 ) -> Float32[Array, "R V"]:
     """Keeps the `top_k` largest logits and all that equal the least; 0 keeps all."""
     wanted = jnp.where(top_k > 0, top_k, logits.shape[1])
-
-    def has_enough(thresholds):
-        return jnp.sum(logits >= thresholds[:, None], axis=1) >= wanted
-
-    return _trim(logits, _largest_threshold(has_enough, logits.shape[0]))
+    return _trim(logits, top_k_threshold(logits, wanted))
 
 
 def keep_top_p(
@@ -94,16 +84,7 @@ def keep_top_p(
     Reference: Holtzman et al., nucleus sampling (arXiv:1904.09751).
     """
     weights = jnp.exp(logits - _maximum(logits))
-    # Devices may take a smaller number for 0, which every threshold would satisfy.
-    least = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
-    wanted = least * _exact_sum(weights)
-
-    def has_enough(thresholds):
-        return (
-            _exact_sum(jnp.where(logits >= thresholds[:, None], weights, 0)) >= wanted
-        )
-
-    thresholds = _largest_threshold(has_enough, logits.shape[0])
+    thresholds = top_p_threshold(logits, weights, top_p)
     return _trim(logits, jnp.where(top_p < 1, thresholds, -jnp.inf))
 
 
@@ -126,50 +107,3 @@ def _maximum(logits):
 def _trim(logits, thresholds):
     """Keeps logits from the threshold of a row on."""
     return jnp.where(logits >= thresholds[:, None], logits, -jnp.inf)
-
-
-def _largest_threshold(
-    holds: Callable[[jax.Array], jax.Array], num_rows: int
-) -> Float32[Array, " R"]:
-    """Searches the largest thresholds that satisfy a condition.
-
-    `holds(float32[R]) -> bool[R]` holds up to a threshold of each row, at -inf at
-    least, and never at inf. The result is exact: 16 rounds find 2 bits each.
-    """
-    low, highest = (jnp.full(num_rows, x, jnp.uint32) for x in (_LOWEST, _HIGHEST))
-
-    def refine(number, low):
-        shift = jnp.uint32(30) - 2 * jnp.uint32(number)
-        steps = [jnp.uint32(step) << shift for step in (1, 2, 3)]
-        # The sums of all three read the logits once: they become one kernel.
-        codes = [low + jnp.minimum(step, highest - low) for step in steps]
-        held = [holds(_float_of(code)).astype(jnp.uint32) for code in codes]
-        return low + ((held[0] + held[1] + held[2]) << shift)
-
-    low = jax.lax.fori_loop(0, 16, refine, low)
-    return _float_of(low)
-
-
-def _float_of(codes: UInt32[Array, " R"]) -> Float32[Array, " R"]:
-    """Returns the float32 of codes, which have the order of the numbers."""
-    # A larger magnitude is a smaller number where the sign is negative.
-    is_positive = codes >> 31 == 1
-    bits = jnp.where(is_positive, codes & 0x7FFFFFFF, ~codes)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _exact_sum(weights: Float32[Array, "R V"]) -> Float32[Array, " R"]:
-    """Sums weights up to 1 of each row, alike in every order of the additions.
-
-    Each weight is cut into integers, as a sum of floats depends on the shape of the
-    program and on its devices, and a filter must not.
-    """
-    num_bits = 31 - weights.shape[1].bit_length()
-    total, rest = jnp.zeros(weights.shape[0], jnp.float32), weights
-    for number in range(_NUM_LIMBS):
-        rest = rest * 2.0**num_bits
-        limb = jnp.floor(rest)
-        rest = rest - limb
-        sums = limb.astype(jnp.int32).sum(axis=1)
-        total += sums.astype(jnp.float32) * 2.0 ** (-num_bits * (number + 1))
-    return total

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from zjax.errors import ConfigError, Problem
 from zjax.generation import logits as transforms
+from zjax_kernels import find_best
 
 MAX_END_IDS = 8
 MAX_FORBIDDEN_IDS = 32
@@ -317,7 +318,8 @@ def _pad(lists: Sequence[Sequence[int]], width: int) -> Int32[np.ndarray, "R N"]
 class Chosen(NamedTuple):
     """Chosen tokens of R rows, at one position or several, with log-probabilities.
 
-    Logarithms are natural. What no row asks for is 0.
+    Logarithms are natural. Log-probabilities are 0 where no row asks for some, and so
+    are the most likely tokens that a row does not ask for.
     """
 
     tokens: Int32[Array, "*T R"]
@@ -371,8 +373,10 @@ def _log_probabilities(rows, num_best, scores, tokens):
     logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - norms
 
     def rank(scores, norms):
-        best, best_ids = jax.lax.top_k(scores, num_best)
-        return best_ids, best - norms[:, None]
+        best, best_ids = find_best(scores, num_best, rows.num_logprobs)
+        places = jnp.arange(num_best, dtype=jnp.int32)[None]
+        is_asked = places < rows.num_logprobs[:, None]
+        return best_ids, jnp.where(is_asked, best - norms[:, None], 0)
 
     return logprobs, *_or_zeros(rows.num_logprobs > 0, rank, scores, norms)
 

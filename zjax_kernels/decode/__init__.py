@@ -1,4 +1,4 @@
-"""Kernels of generation: attention to pages, products and experts of few rows."""
+"""Kernels of generation: attention to pages, few rows, filters of logits."""
 
 from zjax_kernels.decode.api import paged_attention
 from zjax_kernels.decode.cache import write_pages
@@ -8,6 +8,7 @@ from zjax_kernels.decode.experts import (
     few_rows_experts,
     lay_router,
 )
+from zjax_kernels.decode.filters import find_best, top_k_threshold, top_p_threshold
 from zjax_kernels.decode.product import few_rows_matmul
 from zjax_kernels.decode.rotate import rotate_and_write
 
@@ -16,8 +17,11 @@ __all__ = [
     "choose_experts",
     "few_rows_experts",
     "few_rows_matmul",
+    "find_best",
     "lay_router",
     "paged_attention",
     "rotate_and_write",
+    "top_k_threshold",
+    "top_p_threshold",
     "write_pages",
 ]
