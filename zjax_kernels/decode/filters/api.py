@@ -164,8 +164,11 @@ def _over_rows(run: Callable[..., Any]) -> Callable[..., Any]:
             for x, mapped in zip(arrays, is_mapped, strict=True)
         ]
         found = call(*(x.reshape(-1, *x.shape[2:]) for x in whole))
-        split = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), found)
-        return split, jax.tree.map(lambda _: True, found)
+
+        def split(x):
+            return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
+        return jax.tree.map(split, found), jax.tree.map(lambda _: True, found)
 
     return call
 
