@@ -3,9 +3,11 @@
 import asyncio
 import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +181,21 @@ def test_a_call_that_is_interrupted_ends_its_texts(generator, call, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         [*getattr(generator, call)([[1, 2], [3]], Sampling(max_new_tokens=14))]
     assert cancelled == [[1, 2], [3]]
+
+
+def test_a_generator_that_nobody_closes_frees_its_engine():
+    """Fails if the thread holds weights and pages once the generator is gone."""
+    generator = make()
+    ticket = generator.submit([1, 2], Sampling(max_new_tokens=2))
+    engine = weakref.ref(generator._worker._runner.engine)
+    thread = generator._worker._thread
+    del generator
+    assert len([*ticket]) > 0  # a ticket keeps the generator
+    del ticket
+    gc.collect()
+    thread.join(timeout=30)
+    gc.collect()
+    assert engine() is None
 
 
 def test_a_loop_that_ends_before_its_texts_ends_nothing_else(generator):

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import gc
+import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
@@ -150,6 +151,8 @@ class Generator:
         self._scheduler = engine.scheduler
         kind = Worker if jax.process_count() == 1 else Lockstep
         self._worker = kind(engine, opened.context)
+        # The thread would hold weights and pages of a generator that nobody closes.
+        weakref.finalize(self, self._worker.stop).atexit = False
 
     def _make_engine(
         self, decoder: StoredDecoder, sizes: tuple[Size, ...], num_pages: int

@@ -57,6 +57,9 @@ class Lockstep:
         """Ends all texts."""
         self._runner.close()
 
+    def stop(self) -> None:
+        """Does nothing: no thread holds the engine."""
+
 
 def agreed(
     prompts: Iterable[tuple[Given, list[int]]], sampling: Sampling

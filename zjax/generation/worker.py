@@ -131,8 +131,12 @@ class Worker:
 
     def close(self) -> None:
         """Ends all texts and the thread."""
-        self._orders.put(None)
+        self.stop()
         self._thread.join()
+
+    def stop(self) -> None:
+        """Asks the thread to end all texts and itself."""
+        self._orders.put(None)
 
     def _serve(self) -> None:
         """Takes orders and runs passes until it is told to end, or fails."""
