@@ -20,7 +20,7 @@ from decode_ours import RandomDecoder
 
 from zjax.generation.dtypes import Dtypes
 from zjax.generation.passes import Rows
-from zjax.generation.plan import MAX_STEPS, Pieces
+from zjax.generation.plan import NUM_STEPS, Pieces
 from zjax.generation.sampling import GREEDY, rows_of
 from zjax.generation.sizes import PAGE_SIZE
 from zjax.ops.narrow import WEIGHT_DTYPES
@@ -40,7 +40,7 @@ class Pass:
     """
 
     def __init__(self, decoder, batch):
-        length = NUM_KEYS + MAX_STEPS
+        length = NUM_KEYS + NUM_STEPS
         num_pages = -(-length // PAGE_SIZE)
         table = np.zeros((batch + 1, num_pages), np.int32)
         table[:-1] = 1 + np.arange(batch * num_pages).reshape(batch, num_pages)
@@ -52,19 +52,19 @@ class Pass:
 
         given = np.full(batch + 1, NUM_KEYS, np.int32)
         sampling = rows_of([GREEDY] * (batch + 1), [0] * (batch + 1))
-        rows = Rows(table, given, given + MAX_STEPS + 1, sampling)
+        rows = Rows(table, given, given + NUM_STEPS + 1, sampling)
         drafts = np.zeros((batch, 0), np.int32)
-        lanes = np.arange(batch, dtype=np.int32), full(NUM_KEYS - 1), full(MAX_STEPS)
+        lanes = np.arange(batch, dtype=np.int32), full(NUM_KEYS - 1), full(NUM_STEPS)
         piece = Pieces(*lanes, np.ones(batch, bool), drafts)
         self._inputs = jax.device_put(rows), [piece], [1]
 
     def compile(self):
         """Starts to compile the program."""
-        self._passes.compile(*self._inputs)
+        self._passes.compile(*self._inputs, NUM_STEPS)
 
     def start(self):
         """Sends the pass to the device."""
-        return self._passes.read(*self._inputs, MAX_STEPS)
+        return self._passes.read(*self._inputs, NUM_STEPS)
 
 
 def time_in_turn(passes):
@@ -87,7 +87,7 @@ def time_in_turn(passes):
                 last = each.start()
             jax.block_until_ready(last)
             seconds = time.perf_counter() - start
-            found[name].append(seconds / num_calls[name] / MAX_STEPS)
+            found[name].append(seconds / num_calls[name] / NUM_STEPS)
     return found
 
 

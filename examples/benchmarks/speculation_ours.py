@@ -1,6 +1,6 @@
 """A Llama of random weights that zjax decodes, with drafts and without.
 
-python examples/benchmarks/speculation_ours.py [--quick] [--num_drafts=3]
+python examples/benchmarks/speculation_ours.py [--quick] [--num_drafts=3] [--ways=plain]
 
 Prompts repeat a span of random tokens, and the most likely text of random weights soon
 goes round in a circle by itself: so most drafts are right. Drawn texts do not repeat.
@@ -24,7 +24,7 @@ from decode_ours import RandomDecoder, finish
 
 from zjax.generation.engine import Request
 from zjax.generation.generate import make_engine
-from zjax.generation.plan import Size
+from zjax.generation.plan import NUM_STEPS, Size
 from zjax.generation.sampling import Sampling
 from zjax.generation.sequence import Sequence
 from zjax.generation.sizes import NUM_CHUNKS, PAGE_SIZE
@@ -49,7 +49,8 @@ class Writer:
 
     def __init__(self, decoder, num_rows, num_new, num_drafts):
         length = SPAN * REPETITIONS + num_new
-        sizes = [Size(num_rows), Size(num_rows, NUM_CHUNKS)]
+        several = Size(num_rows, steps=NUM_STEPS)
+        sizes = [Size(num_rows), several, Size(num_rows, NUM_CHUNKS)]
         sizes += [Size(num_rows, width=1 + num_drafts)] if num_drafts else []
         num_pages = 1 + num_rows * (1 + -(-length // PAGE_SIZE))
         self.engine = make_engine(decoder, sizes, length, num_pages)
@@ -89,25 +90,28 @@ def share_before(texts, others):
     return num_equal / sum(map(len, texts))
 
 
-def measure(shape, num_new, num_drafts):
-    """Tokens per second of all cases, both ways."""
+def measure(shape, num_new, num_drafts, ways):
+    """Tokens per second of all cases, in some ways."""
     decoder, metrics = RandomDecoder(shape), {}
     for name, (num_rows, temperature) in CASES.items():
         numbers = dict(zip(WAYS, (0, num_drafts), strict=True))
-        writers = {x: Writer(decoder, num_rows, num_new, numbers[x]) for x in WAYS}
-        seconds, shares = {way: [] for way in WAYS}, []
+        writers = {x: Writer(decoder, num_rows, num_new, numbers[x]) for x in ways}
+        seconds, shares = {way: [] for way in ways}, []
         for number in range(WARM_UPS + ROUNDS):
             prompts = draw_prompts(number, num_rows, shape.vocab_size)
             texts = {}
             for way, writer in writers.items():
                 spent, texts[way] = writer.write(prompts, temperature)
                 seconds[way].append(spent)
-            shares.append(share_before(*texts.values()))
-        for way in WAYS:
+            if len(texts) == 2:
+                shares.append(share_before(*texts.values()))
+        for way in ways:
             timed = seconds[way][WARM_UPS:]
             rates = call_timing.rates(num_rows * num_new, timed)
             metrics[f"{name}, {way} tokens/s"] = rates
             call_timing.note(f"{name}, {way}, all tokens", timed)
+        if len(ways) < 2:
+            continue
         drafted = writers["drafts"].engine.scheduler.metrics
         metrics[f"{name}, drafts"] = drafted.num_drafts
         metrics[f"{name}, accepted"] = drafted.num_accepted_drafts
@@ -125,11 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="a shape for a CPU")
     parser.add_argument("--num_drafts", type=int, default=3)
+    parser.add_argument("--ways", default=",".join(WAYS), help="by commas")
     given = parser.parse_args()
     shape = SHAPES["tiny" if given.quick else "7b"]
     length = SPAN * REPETITIONS + NUM_NEW
     shape = dataclasses.replace(shape, length=length)
-    metrics = measure(shape, NUM_NEW, given.num_drafts)
+    metrics = measure(shape, NUM_NEW, given.num_drafts, given.ways.split(","))
     device = jax.devices()[0].device_kind
     call_timing.print_result(metrics, device=device, packages=("jax",))
 
