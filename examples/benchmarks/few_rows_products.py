@@ -147,7 +147,8 @@ def tunings(rows: int, depth: int, columns: int, dtype: Any) -> list[Tuning]:
 def sweep(shapes: Any, all_rows: Any) -> None:
     """Prints the times of several sizes of the kernel, the fastest first."""
     kinds = {"compute": jnp.bfloat16, "int8": jnp.int8, "int4": jnp.int4}
-    for (kind, dtype), (depth, columns) in itertools.product(kinds.items(), shapes):
+    pairs: Any = itertools.product(kinds.items(), shapes)
+    for (kind, dtype), (depth, columns) in pairs:
         matrices = make_matrices(kind, depth, columns)
         for rows in (x for x in all_rows if x <= 64):
             ways = {

@@ -23,9 +23,11 @@ from zjax.generation.passes import Rows
 from zjax.generation.plan import NUM_STEPS, Pieces
 from zjax.generation.sampling import GREEDY, rows_of
 from zjax.generation.sizes import PAGE_SIZE
-from zjax.ops.narrow import WEIGHT_DTYPES
+from zjax.ops.narrow import WEIGHT_DTYPES, WeightDtype
 
-KINDS = {"bf16" if kind == "compute" else kind: kind for kind in WEIGHT_DTYPES}
+KINDS: dict[str, WeightDtype] = {
+    "bf16" if kind == "compute" else kind: kind for kind in WEIGHT_DTYPES
+}
 BATCHES = 1, 64, 128
 NUM_KEYS = 128
 """Tokens of each row before a pass."""

@@ -6,11 +6,12 @@ Texts that do not repeat must not become slower.
 from contestants import on_one_device
 from contests import Case, Contest, Row
 
-OURS, PLAIN = (
-    on_one_device(
-        f"zjax {way}", side, "speculation_ours", f"--ways={way}", timeout_seconds=180
-    )
-    for way, side in (("drafts", "zjax"), ("plain", "peer"))
+PROGRAM = "speculation_ours"
+OURS = on_one_device(
+    "zjax drafts", "zjax", PROGRAM, "--ways=drafts", timeout_seconds=180
+)
+PLAIN = on_one_device(
+    "zjax plain", "peer", PROGRAM, "--ways=plain", timeout_seconds=180
 )
 BARS = {"1 text": (1.3, 1.8), "8 texts": (1.3, 1.8), "8 drawn texts": (0.95, 1.0)}
 """Least and hoped-for ratio."""

@@ -181,7 +181,7 @@ plt.figure(figsize=(6, 3.5), layout="constrained")
 plt.loglog(counts, speeds, marker="o", label="all texts")
 each = [x / n for x, n in zip(speeds, counts, strict=True)]
 plt.loglog(counts, each, marker="o", label="each text")
-plt.xticks(counts, map(str, counts))
+plt.xticks(counts, [str(x) for x in counts])
 plt.xlabel("texts at once")
 plt.ylabel("new tokens per second")
 plt.legend()

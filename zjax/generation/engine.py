@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -134,16 +134,16 @@ class Engine:
         return jax.device_put(Rows(table, *jax.tree.map(np.copy, self._host_rows)))
 
 
-def _fetch(plan: Plan, chosen: Chosen) -> Chosen:
-    """Waits for a pass; log-probabilities that no request asks for stay where they are.
+def _fetch(plan: Plan, chosen: Chosen) -> Any:
+    """Returns `Chosen` in NumPy, with zeros for log-probabilities that nobody asks for.
 
     Each array that is fetched costs the host time, in which a small model could write.
     """
     requests = (place.sequence.request for place in plan.places)
     if any(request.sampling.num_logprobs is not None for request in requests):
         return jax.device_get(chosen)
-    zeros = (np.zeros(x.shape, x.dtype) for x in chosen[1:])
-    return Chosen(jax.device_get(chosen.tokens), *zeros)
+    zeros = [np.zeros(x.shape, x.dtype) for x in chosen[1:]]
+    return type(chosen)._make([jax.device_get(chosen.tokens), *zeros])
 
 
 def _lay_rows(

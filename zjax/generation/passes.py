@@ -211,9 +211,10 @@ def run_steps(
     """
 
     def step(carry, number):
-        inputs = weights, *carry, rows, (piece.at(number),)
-        *carry, chosen = run_pass(reader, (1,), *inputs)
-        return tuple(carry), jax.tree.map(lambda x: x[0], chosen)
+        caches, history = carry
+        inputs = weights, caches, history, rows, (piece.at(number),)
+        caches, history, chosen = run_pass(reader, (1,), *inputs)
+        return (caches, history), jax.tree.map(lambda x: x[0], chosen)
 
     numbers = jnp.arange(num_steps, dtype=jnp.int32)
     (caches, history), found = jax.lax.scan(step, (caches, history), numbers)
