@@ -17,7 +17,7 @@ import pytest
 from tests.support import language
 from zjax.data.prompts import Prompts
 from zjax.data.tokenizer import make_bytes
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, DataError
 from zjax.generation.generate import generate
 from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
@@ -414,6 +414,34 @@ def test_a_failure_reaches_all_who_wait(monkeypatch):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no memory"):
                 generator.generate([[1], [2]], Sampling(max_new_tokens=2))
+
+
+def test_a_text_that_cannot_be_decoded_ends_no_text_of_others():
+    """Fails if a fault of the tokenizer ends the thread that all requests share."""
+    letters = dataclasses.replace(language.LLAMA, vocab_size=257)
+    decoder, prompts = language.make_language_model(letters), Prompts(make_bytes())
+    sampling = Sampling(max_new_tokens=6, temperature=1.0, num_samples=2)
+
+    def fail(token):
+        raise RuntimeError("no such bytes")
+
+    with Generator(decoder, prompts=prompts, max_rows=4) as generator:
+        wanted = ids_of(generator.generate(["b"], sampling))
+        broken = generator._ticket("a", [97], sampling, is_streamed=False)
+        broken._streams[1].push = fail
+        generator._worker.add(broken)
+        other = generator.submit("b", sampling)
+        with pytest.raises(DataError) as error:
+            list(broken)
+        assert str(error.value) == (
+            "sample=1 has tokens that the tokenizer cannot decode (RuntimeError: no "
+            "such bytes); check the tokenizer"
+        )
+        found = [*other]
+        ids = [[x for d in found if d.sample == n for x in d.ids] for n in (0, 1)]
+        assert ids == wanted
+        assert ids_of(generator.generate(["b"], sampling)) == wanted
+        assert generator.metrics.scheduler.num_running == 0
 
 
 def test_log_probabilities_are_fetched_if_a_request_asks(generator, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from tests.support import programs
 from tests.support.serving import JSON, SECONDS, Served
 from zjax.data.tokenizer import make_bytes
+from zjax.errors import DataError, Problem
 from zjax.generation.generator import Generator
 from zjax.generation.scheduler import Metrics
 from zjax.generation.sequence import Sequence
@@ -22,7 +23,7 @@ class Stalled(Generator):
     """A generator that writes nothing, or fails at once."""
 
     tokenizer = make_bytes()
-    metrics = State(Metrics(0, 0, 0, 0, 0, 0), 0, 0)
+    metrics = State(Metrics(*[0] * 8), 0, 0)
     max_length = 100
 
     def __init__(self, failure=None):
@@ -89,6 +90,15 @@ def test_a_generator_that_failed_is_told():
         assert (status, reply["error"]["code"]) == (500, "server_failed")
         assert "secret" not in reply["error"]["message"]
         assert server.get("/health") == (503, '{"status":"failed"}')
+
+
+def test_a_text_that_failed_alone_leaves_the_server_well():
+    """Fails if a text that cannot be decoded looks like the end of the engine."""
+    error = DataError(Problem("sample", 0, "cannot be decoded", "check it"))
+    with serving(Stalled(error), Settings(port=0)) as address:
+        server = Served(None, [], address)
+        assert server.ask(prompt="a")[0] == 500
+        assert server.get("/health")[0] == 200
 
 
 def test_a_server_of_a_thread_ends_with_its_block():

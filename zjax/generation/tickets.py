@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from zjax.errors import DataError, Problem
 from zjax.generation.engine import News, Request
 from zjax.generation.sampling import Sampling
 from zjax.generation.sequence import Sequence
@@ -45,6 +46,7 @@ class Ticket:
         cancel: Function that ends a ticket early, from any thread.
 
     Raises:
+        DataError: Iteration raises it where tokens of a text cannot be decoded.
         Exception: Iteration raises what ended the engine.
     """
 
@@ -146,3 +148,13 @@ def aborted(sequence: Sequence) -> Delta:
     nothing = np.zeros(0, np.float32)
     best = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
     return Delta(request.sample, "", [], nothing, *best, "abort")
+
+
+def unreadable(sequence: Sequence, cause: Exception) -> DataError:
+    """Returns the error of a text whose tokens cannot be decoded."""
+    reason = f"{type(cause).__name__}: {cause}"
+    problem = f"has tokens that the tokenizer cannot decode ({reason})"
+    remedy = "check the tokenizer"
+    error = DataError(Problem("sample", sequence.request.sample, problem, remedy))
+    error.__cause__ = cause
+    return error

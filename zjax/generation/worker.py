@@ -10,7 +10,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.generation.engine import Engine, News
 from zjax.generation.scheduler import Metrics
 from zjax.generation.sequence import Sequence
-from zjax.generation.tickets import Ticket, aborted
+from zjax.generation.tickets import Ticket, aborted, unreadable
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes the context in which passes run, such as the mesh in use."""
@@ -81,11 +81,19 @@ class Runner:
             self.abort(ticket)
 
     def _tell(self, news: News) -> None:
-        """Hands news to the ticket of the sequence, and ends it at a stop string."""
+        """Hands news to the ticket of the sequence, and ends it at a stop string.
+
+        A text that cannot be decoded ends all texts of the ticket.
+        """
         ticket = self._tickets.get(news.sequence)
         if ticket is None:
             return
-        delta = ticket.read(news)
+        try:
+            delta = ticket.read(news)
+        except Exception as error:  # of one text, which ends no text of others
+            ticket.tell(unreadable(news.sequence, error))
+            self.abort(ticket)
+            return
         self._num_written += len(delta.ids)
         if delta.finish_reason is not None:
             self.engine.scheduler.finish(news.sequence, delta.finish_reason)

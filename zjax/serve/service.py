@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from zjax.data.tokenizer import Tokenizer
-from zjax.errors import ConfigError, Problem, ZjaxError
+from zjax.errors import ConfigError, DataError, Problem, ZjaxError
 from zjax.generation.generator import Generator
 from zjax.generation.lockstep import stream_problems
 from zjax.generation.tickets import Delta, Ticket
@@ -209,6 +209,8 @@ class Service:
                 delta = await anext(news)
             except StopAsyncIteration:
                 return
+            except DataError:  # of one text; the generator goes on
+                raise
             except Exception as error:
                 self.failure = error
                 raise
