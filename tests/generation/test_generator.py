@@ -416,6 +416,23 @@ def test_a_failure_reaches_all_who_wait(monkeypatch):
                 generator.generate([[1], [2]], Sampling(max_new_tokens=2))
 
 
+def test_a_failure_is_told_to_each_loop_over_a_ticket(generator):
+    """Fails if a second loop waits for news that nobody writes any more."""
+    ticket = generator._ticket([1], [1], Sampling(), is_streamed=False)
+    ticket.tell(RuntimeError("no memory"))
+
+    async def read():
+        async for _ in ticket:
+            pass
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        next(iter(ticket))
+    with pytest.raises(RuntimeError, match="no memory"):
+        asyncio.run(asyncio.wait_for(read(), timeout=10))
+    with pytest.raises(RuntimeError, match="no memory"):
+        next(iter(ticket))
+
+
 def test_a_text_that_cannot_be_decoded_ends_no_text_of_others():
     """Fails if a fault of the tokenizer ends the thread that all requests share."""
     letters = dataclasses.replace(language.LLAMA, vocab_size=257)

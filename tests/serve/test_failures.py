@@ -17,6 +17,7 @@ from zjax.generation.sequence import Sequence
 from zjax.generation.tickets import Ticket
 from zjax.generation.worker import Served as State
 from zjax.serve import Settings, serving
+from zjax.serve.server import Server
 
 
 class Stalled(Generator):
@@ -117,3 +118,25 @@ def test_a_server_of_a_thread_ends_with_its_block():
     connection.close()
     with serving(Stalled(), Settings(port=url.port)) as again:
         assert again == address
+
+
+def test_a_server_that_fails_before_it_is_ready_is_not_waited_for(monkeypatch):
+    """Fails if the block waits for a server that will never take requests."""
+
+    async def fail(*_):
+        raise RuntimeError("no event loop")
+
+    monkeypatch.setattr(Server, "_run", fail)
+    found = []
+
+    def enter():
+        try:
+            with serving(Stalled(), Settings(port=0)):
+                found.append("entered")
+        except RuntimeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    thread.join(timeout=SECONDS)
+    assert found == ["no event loop"]

@@ -100,6 +100,8 @@ class Ticket:
     def _take(self, delta: Delta | BaseException) -> Delta:
         """Returns a delta, or raises what ended the engine."""
         if isinstance(delta, BaseException):
+            # Whoever iterates again must not wait for news that nobody writes.
+            self._deltas.appendleft(delta)
             raise delta
         self._num_open -= delta.finish_reason is not None
         return delta

@@ -1,6 +1,7 @@
 """Server: an address, an event loop, and a drain at the end."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import socket
 import threading
@@ -171,13 +172,19 @@ def serving(generator: Generator, settings: Settings = LOCAL) -> Iterator[str]:
     Raises:
         ConfigError: The address cannot be listened at.
         PackageError: starlette, uvicorn or prometheus_client is not installed.
+        Exception: What ended the server, before the block or behind it.
     """
     server, is_ready = Server(generator, settings), threading.Event()
-    thread = threading.Thread(target=server.run, args=[is_ready.set])
-    thread.start()
-    is_ready.wait()
-    try:
-        yield server.address
-    finally:
-        server.stop()
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(1, "zjax-server") as threads:
+        running = threads.submit(server.run, is_ready.set)
+        # A server that fails before it takes requests must not be waited for.
+        running.add_done_callback(lambda _: is_ready.set())
+        is_ready.wait()
+        if running.done():
+            running.result()
+        try:
+            yield server.address
+        finally:
+            if not running.done():
+                server.stop()
+        running.result()
