@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support import language
-from zjax.data.prompts import Prompts
+from zjax.data.prompts import Prompts, is_ids, read_ids
 from zjax.data.tokenizer import make_bytes
 from zjax.errors import ConfigError, DataError
 from zjax.generation.generate import generate
@@ -280,6 +280,58 @@ def test_all_requests_that_cannot_be_served_are_named(generator):
     assert str(error.value) == (
         "prompt='text' is text, and the model has no tokenizer; give ids"
     )
+
+
+IDS_REMEDY = "give a list of prompts, each a text or int[n]"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "text"),
+    [
+        (
+            [np.array([1.7, 2.2])],
+            "prompt='[1.7 2.2]' is of float64, and ids are integers; " + IDS_REMEDY,
+        ),
+        (
+            [np.ones((1, 2), int)],
+            "prompt='[[1 1]]' has 2 dims, and ids have 1; " + IDS_REMEDY,
+        ),
+        ("abc", "prompts='abc' is one prompt; give a list of prompts"),
+    ],
+)
+def test_prompts_that_are_no_lists_of_ids_are_named(generator, prompts, text):
+    """Fails if a prompt is read as other ids, or ends in an error of Python."""
+    with pytest.raises(ConfigError) as error:
+        generator.generate(prompts, Sampling(max_new_tokens=2))
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([1.5], "prompt='[1.5]' is of float64, and ids are integers; " + IDS_REMEDY),
+        (5, "prompt='5' has 0 dims, and ids have 1; " + IDS_REMEDY),
+    ],
+)
+def test_numbers_that_are_no_ids_are_named(prompt, text):
+    """Fails if numbers are called text, or cannot be looped over."""
+    assert is_ids(prompt)
+    with pytest.raises(ConfigError) as error:
+        read_ids(prompt)
+    assert str(error.value) == text
+
+
+def test_ids_may_be_an_array_of_jax(generator):
+    sampling = Sampling(max_new_tokens=2)
+    [found] = generator.generate([jnp.array([3, 4])], sampling)
+    assert found.ids == generator.generate([[3, 4]], sampling)[0].ids
+
+
+def test_half_a_character_is_refused():
+    with pytest.raises(ConfigError) as error:
+        Prompts(make_bytes()).encode("a\ud800")
+    text = "has half a character (a lone surrogate); remove it"
+    assert str(error.value) == f"prompt='a\\ud800' {text}"
 
 
 def test_a_prompt_without_room_for_a_token_is_told_the_longest(generator):

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import numbers
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -25,8 +27,9 @@ Given = (
     | Sequence[Mapping[str, Any]]
     | Sequence[int]
     | np.ndarray
+    | jax.Array
 )
-"""Text, conversation, record or list of messages, or ids, int[n]."""
+"""Text, conversation, record or list of messages, or ids, int[n], also of JAX."""
 NUM_SEARCHED = 100
 """Conversations that are searched for a sample."""
 _REMEDY = "name a checkpoint of this tokenizer that has one"
@@ -47,12 +50,16 @@ class Prompts:
         if isinstance(given, str):
             return self.encode_text(given, special_tokens=special_tokens)
         if is_ids(given):
-            return np.asarray(given)
+            return read_ids(given)
         talk = given if isinstance(given, Conversation) else as_talk(given)
         return self.encode_talk(talk)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> np.ndarray:
         """Encodes a text to continue; warns if a conversation may be meant."""
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            problem = "has half a character (a lone surrogate)"
+            shown = describe_prompt(text)
+            raise ConfigError(Problem("prompt", shown, problem, "remove it"))
         found = self.tokenizer.find_special_tokens(text)
         if found and not special_tokens:
             self._warn(
@@ -118,8 +125,8 @@ def has_answers(data: schema.Data) -> bool:
     return data.source == "tokens" and store.read_meta(data.path).has_answers
 
 
-def is_ids(given: Given) -> bool:
-    """Whether a prompt is token ids.
+def is_ids(given: Any) -> bool:
+    """Whether a prompt is numbers, which are to be token ids.
 
     Example:
         >>> is_ids([5, 6]), is_ids([{"role": "user", "content": "Why?"}])
@@ -127,8 +134,30 @@ def is_ids(given: Given) -> bool:
     """
     if isinstance(given, str | Conversation | Mapping):
         return False
-    is_array = isinstance(given, np.ndarray)
-    return is_array or all(isinstance(x, int | np.integer) for x in given)
+    return _is_number(given) or all(map(_is_number, given))
+
+
+def _is_number(given: Any) -> bool:
+    """Whether a value is a number, or an array of any library."""
+    return isinstance(given, numbers.Number) or hasattr(given, "dtype")
+
+
+def read_ids(given: Any) -> np.ndarray:
+    """Reads token ids, int[n], of a list or an array; refuses other numbers.
+
+    Example:
+        >>> read_ids([5, 6]).tolist()
+        [5, 6]
+    """
+    ids = np.asarray(given)
+    if ids.ndim != 1:
+        problem = f"has {ids.ndim} dims, and ids have 1"
+    elif ids.size and not np.issubdtype(ids.dtype, np.integer):
+        problem = f"is of {ids.dtype}, and ids are integers"
+    else:
+        return ids
+    remedy = "give a list of prompts, each a text or int[n]"
+    raise ConfigError(Problem("prompt", describe_prompt(given), problem, remedy))
 
 
 def as_talk(messages: Any) -> Conversation:

@@ -4,13 +4,13 @@ import collections
 import dataclasses
 import gc
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from absl import logging
 
-from zjax.data.prompts import Given, Prompts, describe_prompt, is_ids
+from zjax.data.prompts import Given, Prompts, describe_prompt, is_ids, read_ids
 from zjax.data.tokenizer import Tokenizer
 from zjax.errors import ConfigError, Problem
 from zjax.generation.dtypes import CacheDtype, Dtypes, dtype_problems
@@ -361,6 +361,10 @@ class Generator:
         self, prompts: Iterable[Given], sampling: Sampling, *, special_tokens: bool
     ) -> Iterator[tuple[Given, list[int]]]:
         """Yields prompts with their tokens."""
+        if isinstance(prompts, str | Mapping):  # letters or names would be prompts
+            problem, remedy = "is one prompt", "give a list of prompts"
+            shown = describe_prompt(prompts)
+            raise ConfigError(Problem("prompts", shown, problem, remedy))
         form = {"special_tokens": special_tokens}
         pairs = ((prompt, self._encode(prompt, **form)) for prompt in prompts)
         return agreed(pairs, sampling)
@@ -370,7 +374,7 @@ class Generator:
         if self._prompts is not None:
             return self._prompts.encode(prompt, special_tokens=special_tokens).tolist()
         if is_ids(prompt):
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
+            return read_ids(prompt).tolist()
         problem, remedy = "is text, and the model has no tokenizer", "give ids"
         raise ConfigError(Problem("prompt", describe_prompt(prompt), problem, remedy))
 
