@@ -168,7 +168,7 @@ def as_talk(messages: Any) -> Conversation:
     return read_conversation(record, "messages", "the conversation")
 
 
-def describe_prompt(given: Given) -> str:
+def describe_prompt(given: Any) -> str:
     """Names a prompt in messages by the first characters."""
     if isinstance(given, Conversation):
         given = str(given.messages[-1].get("content"))
