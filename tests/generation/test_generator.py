@@ -334,6 +334,22 @@ def test_half_a_character_is_refused():
     assert str(error.value) == f"prompt='a\\ud800' {text}"
 
 
+def test_a_tokenizer_may_have_more_end_ids_than_a_request_may_name():
+    """Fails if such a tokenizer refuses all requests, or an end id is passed over."""
+    letters = dataclasses.replace(language.LLAMA, vocab_size=257)
+    decoder, plain = language.make_language_model(letters), make_bytes()
+    sampling = Sampling(max_new_tokens=6, temperature=1.0, seed=3)
+    with Generator(decoder, prompts=Prompts(plain), max_rows=1) as generator:
+        [free] = generator.generate(["ab"], sampling)
+    ends = dict.fromkeys([*range(9), free.ids[2]])
+    record = plain.record.with_ends([*ends])
+    prompts = Prompts(dataclasses.replace(plain, record=record))
+    with Generator(decoder, prompts=prompts, max_rows=1) as generator:
+        [text] = generator.generate(["ab"], sampling)
+    first = next(n for n, x in enumerate(free.ids) if x in record.end_ids)
+    assert (text.ids, text.finish_reason) == (free.ids[: first + 1], "stop")
+
+
 def test_a_prompt_without_room_for_a_token_is_told_the_longest(generator):
     with pytest.raises(ConfigError) as error:
         generator.check([[1] * 15, [2] * 16])

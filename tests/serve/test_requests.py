@@ -22,7 +22,7 @@ def chat(**fields):
 
 def test_a_completion_has_the_defaults_of_the_api():
     asked = completion(prompt="a", seed=0)
-    sampling = Sampling(max_new_tokens=16, temperature=1.0, end_ids=ENDS)
+    sampling = Sampling(max_new_tokens=16, temperature=1.0)
     assert asked == Asked(["a"], sampling, is_streamed=False, has_usage=False)
     assert completion(prompt="a", seed=0, n=None, stop=None, user=None) == asked
     assert len({completion(prompt="a").sampling.seed for _ in range(3)}) > 1

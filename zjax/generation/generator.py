@@ -383,11 +383,15 @@ class Generator:
     ) -> Ticket:
         """Makes the ticket of a request, or refuses the request."""
         room = max(self.max_length - len(ids), 0)
-        sampling = dataclasses.replace(
-            sampling,
-            max_new_tokens=sampling.max_new_tokens or room,
-            end_ids=self._end_ids if sampling.end_ids is None else sampling.end_ids,
-        )
+        num_new = sampling.max_new_tokens or room
+        sampling = dataclasses.replace(sampling, max_new_tokens=num_new)
+        # Of the caller: a tokenizer may have more end ids than a request may name.
+        problems = [
+            *_id_problems(prompt, ids, self.config.vocab_size),
+            *sampling.problems(self.config.vocab_size),
+        ]
+        if sampling.end_ids is None:
+            sampling = dataclasses.replace(sampling, end_ids=self._end_ids)
         samples = [
             Sample(
                 ids,
@@ -400,11 +404,7 @@ class Generator:
             for number in range(max(sampling.num_samples, 1))
         ]
         size_problems = [*prompt_problems(prompt, ids, self.max_length)]
-        problems = [
-            *_id_problems(prompt, ids, self.config.vocab_size),
-            *sampling.problems(self.config.vocab_size),
-            *(size_problems or self._scheduler.find_problems(samples[0])),
-        ]
+        problems += size_problems or self._scheduler.find_problems(samples[0])
         if sampling.stop and self._prompts is None:
             remedy = "give end_ids"
             problem = "is text, and the model has no tokenizer"

@@ -188,7 +188,10 @@ def _read_sampling(
         problem, remedy = f"has {len(stop)} texts", f"give at most {MAX_STOPS}"
         fields.refuse("stop", stop, problem, remedy)
     ends = () if fields.take("ignore_eos", SWITCH, False) else end_ids
-    ends = dict.fromkeys([*ends, *fields.take("stop_token_ids", IDS, [])])
+    asked = fields.take("stop_token_ids", IDS, [])
+    # None takes the ids of the tokenizer, which may be more than a request may name.
+    is_default = ends == end_ids and not asked
+    ends = None if is_default else tuple(dict.fromkeys([*ends, *asked]))
     seed = fields.take("seed", INTEGER, secrets.randbits(32))
     num_samples = fields.take("n", integers(1, _MAX_INT), 1)
     return Sampling(
@@ -205,7 +208,7 @@ def _read_sampling(
         min_new_tokens=fields.take("min_tokens", integers(0, _MAX_INT), 0),
         num_samples=num_samples,
         seed=seed & 0xFFFFFFFF,
-        end_ids=tuple(ends),
+        end_ids=ends,
         stop=tuple(stop),
         **given,
     )
