@@ -21,6 +21,7 @@ from zjax.errors import ConfigError, DataError
 from zjax.generation.generate import generate
 from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
+from zjax.generation.sizes import size_problems
 from zjax.settings import schema
 
 RNG = np.random.default_rng(5)
@@ -390,6 +391,28 @@ def test_numbers_out_of_range_are_refused():
     assert str(error.value) == (
         "max_rows=257 is not between 1 and 256; use 64\n"
         "max_length=17 is not between 0 and model.max_length=16; use 0"
+    )
+
+
+def test_all_numbers_that_cannot_work_are_told_at_once():
+    """Fails if a number ends in an error of Python, or serves no request later."""
+    config = model().config
+    found = [*size_problems(config, 2.5, 1, True, -1)]
+    pages = "is not 0, nor 2 or more (one page is the sink of unused rows); use 0 to "
+    pages += "fill the memory"
+    assert "\n".join(map(str, found)) == (
+        "max_rows=2.5 is not between 1 and 256; use 64\n"
+        "max_length=1 leaves no room for a token after a prompt; use 0, or 2 or more\n"
+        "num_drafts=True is not between 0 and 15; use 3, or 0 for none\n"
+        f"num_pages=-1 {pages}"
+    )
+    assert [str(x) for x in size_problems(config, 1, 0, 0, "3")] == [
+        f"num_pages='3' {pages}"
+    ]
+    with pytest.raises(ConfigError) as error:
+        make(max_rows=0, num_pages=1)
+    assert str(error.value) == (
+        f"max_rows=0 is not between 1 and 256; use 64\nnum_pages=1 {pages}"
     )
 
 

@@ -84,8 +84,8 @@ class Generator:
         max_rows: Most texts that are written at once, 1 to 256.
         max_length: Most tokens of a prompt with a text; 0 is what the model allows,
             which is not known of a model of yours.
-        num_pages: Pages of 64 tokens for the keys of all texts; 0 fills the memory that
-            the devices have left.
+        num_pages: Pages of 64 tokens for the keys of all texts, 2 or more; 0 fills the
+            memory that the devices have left.
         weight_dtype: Codes of the matrices of blocks, made on the devices: `int8`,
             `int4`, or `float8`, which also rounds their inputs; `compute` stores them
             as they are. Embedding and head stay in the dtype to compute in.
@@ -131,7 +131,7 @@ class Generator:
         self.config, self._prompts = opened.decoder.config, opened.prompts
         problems = [
             *model_problems(self.config),
-            *size_problems(self.config, max_rows, max_length, num_drafts),
+            *size_problems(self.config, max_rows, max_length, num_drafts, num_pages),
         ]
         dtypes = Dtypes(weight_dtype, cache_dtype)
         with opened.context():

@@ -99,7 +99,7 @@ def _open_recomputed(
     max_length: int,
 ) -> Opened:
     """Opens a model of the user, which reads the whole text for each token."""
-    if max_length < _SHORTEST_TEXT:
+    if not isinstance(max_length, int) or max_length < _SHORTEST_TEXT:
         problem = "is no length of texts that your model reads"
         remedy = "give the most tokens of a prompt with a text, 2 or more"
         raise ConfigError(Problem("max_length", max_length, problem, remedy))

@@ -1,5 +1,7 @@
 """Sizes of passes and of the cache: few programs, and the memory that is left."""
 
+import math
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,19 +65,36 @@ def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
 
 
 def size_problems(
-    config: schema.Model, max_rows: int, max_length: int, num_drafts: int = 0
+    config: schema.Model,
+    max_rows: Any,
+    max_length: Any,
+    num_drafts: Any = 0,
+    num_pages: Any = 0,
 ) -> Iterator[Problem]:
-    """Yields what is wrong with the rows, the longest text or drafts of a generator."""
+    """Yields what is wrong with the rows, the longest text, drafts or pages."""
     field, longest = longest_text(config)
-    if not 1 <= max_rows <= MAX_ROWS:
+    if not _is_between(1, max_rows, MAX_ROWS):
         problem = f"is not between 1 and {MAX_ROWS}"
         yield Problem("max_rows", max_rows, problem, "use 64")
-    if not 0 <= max_length <= longest:
+    if not _is_between(0, max_length, longest):
         problem = f"is not between 0 and model.{field}={longest}"
         yield Problem("max_length", max_length, problem, "use 0")
-    if not 0 <= num_drafts <= MAX_DRAFTS:
+    elif max_length == 1:
+        problem = "leaves no room for a token after a prompt"
+        yield Problem("max_length", max_length, problem, "use 0, or 2 or more")
+    if not _is_between(0, num_drafts, MAX_DRAFTS):
         problem = f"is not between 0 and {MAX_DRAFTS}"
         yield Problem("num_drafts", num_drafts, problem, "use 3, or 0 for none")
+    if not _is_between(0, num_pages, math.inf) or num_pages == 1:
+        problem = "is not 0, nor 2 or more (one page is the sink of unused rows)"
+        remedy = "use 0 to fill the memory"
+        yield Problem("num_pages", num_pages, problem, remedy)
+
+
+def _is_between(least: int, value: Any, most: int | float) -> bool:
+    """Whether a value is an integer within bounds; a switch is none."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and least <= value <= most
 
 
 def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
