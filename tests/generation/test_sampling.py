@@ -385,11 +385,19 @@ PROBLEMS = {
     "top_k=12 is not between 0 and model.vocab_size=11; use 0 for all": {"top_k": 12},
     "top_p=0.0 is not above 0 and up to 1; use 1 for all": {"top_p": 0.0},
     "min_p=1.5 is not between 0 and 1; use 0 for all": {"min_p": 1.5},
-    "repetition_penalty=0.0 is not above 0 and finite; use 1 for none": {
+    "repetition_penalty=0.0 is not between 1e-20 and 1e+20; use 1 for none": {
         "repetition_penalty": 0.0
     },
-    "presence_penalty=nan is not finite; use 0 for none": {"presence_penalty": np.nan},
-    "frequency_penalty=inf is not finite; use 0 for none": {
+    "repetition_penalty=1e-46 is not between 1e-20 and 1e+20; use 1 for none": {
+        "repetition_penalty": 1e-46
+    },
+    "presence_penalty=nan is not between -1e+20 and 1e+20; use 0 for none": {
+        "presence_penalty": np.nan
+    },
+    "presence_penalty=1e+39 is not between -1e+20 and 1e+20; use 0 for none": {
+        "presence_penalty": 1e39
+    },
+    "frequency_penalty=inf is not between -1e+20 and 1e+20; use 0 for none": {
         "frequency_penalty": np.inf
     },
     f"forbidden_ids=(11,) has 11, which is no id of 11; {IDS}": {

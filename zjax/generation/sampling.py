@@ -23,6 +23,10 @@ MIN_TEMPERATURE = 1e-5
 """Least temperature that draws tokens."""
 
 
+MAX_PENALTY = 1e20
+"""Largest penalty: times any count, over any temperature, it is finite in float32."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a request chooses tokens, and where its text ends.
@@ -41,9 +45,11 @@ class Sampling:
         top_p: Probability mass of the most likely tokens to draw from, above 0 to 1.
         min_p: Least probability to draw, over the largest probability, 0 to 1.
         repetition_penalty: Divisor of positive logits, and factor of negative logits,
-            of tokens in prompt or text; above 0, and 1 is none.
-        presence_penalty: Subtracted from the logits of tokens in the text.
-        frequency_penalty: Subtracted from a logit for each occurrence in the text.
+            of tokens in prompt or text; 1e-20 to 1e20, and 1 is none.
+        presence_penalty: Subtracted from the logits of tokens in the text, -1e20 to
+            1e20.
+        frequency_penalty: Subtracted from a logit for each occurrence in the text,
+            -1e20 to 1e20.
         forbidden_ids: Ids that are never chosen, 32 at most.
         min_new_tokens: Number of tokens before an end id may be chosen.
         num_samples: Number of texts for the prompt, 1 or more.
@@ -197,15 +203,16 @@ def _filter_problems(sampling: Sampling, vocab_size: int) -> Iterator[Problem]:
 
 def _penalty_problems(sampling: Sampling) -> Iterator[Problem]:
     """Yields problems of penalties."""
-    if not 0 < sampling.repetition_penalty < math.inf:
-        problem, remedy = "is not above 0 and finite", "use 1 for none"
-        yield Problem(
-            "repetition_penalty", sampling.repetition_penalty, problem, remedy
-        )
+    most = MAX_PENALTY
+    value = sampling.repetition_penalty
+    if not 1 / most <= value <= most:
+        problem = f"is not between {1 / most:g} and {most:g}"
+        yield Problem("repetition_penalty", value, problem, "use 1 for none")
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(sampling, name)
-        if not math.isfinite(value):
-            yield Problem(name, value, "is not finite", "use 0 for none")
+        if not -most <= value <= most:
+            problem = f"is not between {-most:g} and {most:g}"
+            yield Problem(name, value, problem, "use 0 for none")
 
 
 def _id_problems(sampling: Sampling, vocab_size: int) -> Iterator[Problem]:
