@@ -17,6 +17,7 @@ from tests.support.command_line import typed
 from tests.support.refusals import config_error
 from zjax.cli import commands, generating, prompt_file
 from zjax.cli.prompt_file import chats_given, read_prompts, texts_given
+from zjax.cli.text_file import TextFile
 from zjax.data.prompts import as_talk
 from zjax.files import MAX_TEXT_BYTES
 from zjax.generation import programs
@@ -245,6 +246,30 @@ def test_a_file_of_other_texts_is_refused(write, tmp_path):
     ):
         write()
     assert output.read_bytes() == whole
+
+
+def test_a_directory_is_no_file_of_texts(tmp_path):
+    """Fails if a file is left beside the directory, or another setting is named."""
+    path = tmp_path / "adir"
+    path.mkdir()
+    with config_error(f"--output='{path}' is a directory; name another file"):
+        TextFile(path, {})
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_another_command_writes_is_refused(tmp_path):
+    """Fails if lines of two commands are mixed."""
+    path = tmp_path / "out.jsonl"
+    with TextFile(path, {}) as first:
+        first.write({"text": "a"})
+        with config_error(
+            f"--output='{path}' is written by another command; wait until it ends, or "
+            "name another file"
+        ):
+            TextFile(path, {})
+        first.write({"text": "b"})
+    with TextFile(path, {}) as again:
+        assert again.num_prompts == 2
 
 
 def test_texts_up_to_another_length_are_other_texts(write):

@@ -1,12 +1,16 @@
 """File of texts: a line of JSON for each, which goes on where an earlier call ended."""
 
+import contextlib
+import fcntl
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
+
+from absl import logging
 
 from zjax.errors import ConfigError, Problem
-from zjax.files import new_file, parse_json, read_text, writing
+from zjax.files import make_directory, new_file, parse_json, read_text, writing
 
 ORIGIN_SUFFIX = ".origin.json"
 """Suffix of the file beside the texts that names prompts, weights and settings."""
@@ -25,7 +29,8 @@ class TextFile:
         num_prompts: Prompts with all lines written by an earlier call.
 
     Raises:
-        ConfigError: The file holds other texts.
+        ConfigError: The file holds other texts, is a directory, or is written by
+            another command.
         OutputError: The file cannot be written.
     """
 
@@ -34,14 +39,20 @@ class TextFile:
     ):
         self._path = path
         beside = path.with_name(path.name + ORIGIN_SUFFIX)
-        with writing(path):
-            if path.is_file() and path.stat().st_size:
+        if path.is_dir():
+            problem = "is a directory"
+            raise ConfigError(Problem("--output", str(path), problem, _REMEDY))
+        with writing(path), contextlib.ExitStack() as stack:
+            make_directory(path.parent)
+            self._file = stack.enter_context(path.open("a+b"))
+            _lock(self._file, path)
+            if path.stat().st_size:
                 _check_origin(path, beside, origin)
             else:
                 with new_file(beside) as partial:
                     partial.write_text(json.dumps(origin, indent=1) + "\n")
-            self._file = path.open("a+b")
             self.num_prompts = self._cut(num_samples)
+            stack.pop_all()
 
     def __enter__(self) -> "TextFile":
         return self
@@ -68,6 +79,19 @@ class TextFile:
                 kept = size
         self._file.truncate(kept)
         return num_lines // num_samples
+
+
+def _lock(file: BinaryIO, path: pathlib.Path) -> None:
+    """Refuses a file that another command writes; the lock ends with the file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        problem = "is written by another command"
+        remedy = "wait until it ends, or name another file"
+        raise ConfigError(Problem("--output", str(path), problem, remedy)) from error
+    except OSError:  # a file system without locks
+        problem = "is on a file system without locks; let one command write to it"
+        logging.warning("--output=%r %s", str(path), problem)
 
 
 def _check_origin(
