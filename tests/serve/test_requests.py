@@ -5,8 +5,8 @@ import pytest
 from tests.support.refusals import refused
 from zjax.generation.sampling import Sampling
 from zjax.serve.fields import read_object
-from zjax.serve.refusals import Refusal
-from zjax.serve.requests import Asked, read_chat, read_completion
+from zjax.serve.refusals import Refusal, refuse_problems
+from zjax.serve.requests import COMPLETION_NAMES, Asked, read_chat, read_completion
 
 ENDS = (7, 9)
 TALK = [{"role": "user", "content": "Why?"}]
@@ -205,3 +205,10 @@ def test_half_a_character_is_refused(body):
 def test_another_model_is_not_found():
     with refused(Refusal, "model='gpt' is not served; use 'model'"):
         completion(prompt="a", model="gpt")
+
+
+def test_a_problem_quotes_the_fields_of_the_api():
+    """Fails if a client is told of a field that it cannot send."""
+    sampling = Sampling(max_new_tokens=3, min_new_tokens=4)
+    refusal = refuse_problems(*sampling.problems(11), names=COMPLETION_NAMES)
+    assert str(refusal) == "min_tokens=4 is above max_tokens=3; use at most 3"

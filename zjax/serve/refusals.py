@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,12 +55,21 @@ def refuse_problems(*problems: Problem, names: Mapping[str, str] = {}) -> Refusa
         'n=0 is below 1; use 1 or more'
     """
     told = [
-        dataclasses.replace(each, field=names.get(each.field, each.field))
+        dataclasses.replace(
+            each,
+            field=names.get(each.field, each.field),
+            problem=_renamed(each.problem, names),
+        )
         for each in problems
     ]
     # Several prompts may have one problem in common.
     lines = dict.fromkeys(map(str, told))
     return Refusal(400, "\n".join(lines), param=told[0].field)
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """Names the fields whose values a text quotes, as in `max_new_tokens=3`."""
+    return re.sub(r"\b(\w+)(?==)", lambda found: names.get(found[1], found[1]), text)
 
 
 def refuse_error(error: ZjaxError, names: Mapping[str, str]) -> Refusal:
