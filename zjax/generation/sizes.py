@@ -94,7 +94,7 @@ def size_problems(
 def _is_between(least: int, value: Any, most: int | float) -> bool:
     """Whether a value is an integer within bounds; a switch is none."""
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and least <= value <= most
+    return is_integer and least <= int(value) <= most
 
 
 def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
