@@ -40,6 +40,7 @@ from zjax.generation.sampling import Sampling
 from zjax.generation.sequence import Sequence
 from zjax.generation.sizes import NUM_CHUNKS, PAGE_SIZE
 from zjax.models.continuation import params_of
+from zjax.models.layers import Normalized
 from zjax.models.mixture import MixtureOfExperts
 from zjax.models.stack import Decoder
 from zjax.settings import schema
@@ -220,7 +221,8 @@ def counted_experts(num_tokens):
     numbers, call = [], MixtureOfExperts.__call__
 
     def counting(self, x, *args, **options):
-        experts = self.chosen_experts(x)
+        rows = x.apply() if isinstance(x, Normalized) else x
+        experts = self.chosen_experts(rows)
         if experts.size == num_tokens * self.settings.top_k:
             all_experts = jnp.arange(self.settings.num_experts)
             number = jnp.isin(all_experts, experts).sum()

@@ -16,7 +16,7 @@ from tests.support import huggingface as golden
 from tests.support.command_line import typed
 from tests.support.refusals import config_error
 from zjax.checkpoint.store import Store
-from zjax.cli import commands, main
+from zjax.cli import commands, measuring
 from zjax.cli.commands import chosen_step, rewind
 from zjax.cli.main import COMMANDS
 from zjax.cli.usage import completion_script
@@ -156,8 +156,8 @@ def test_command(tmp_path, monkeypatch, capsys):
     def small(paths):
         return measure(paths, array_bytes=1 << 20, num_arrays=2)
 
-    monkeypatch.setattr(main, "measure_disks", small)
-    main.bench(typed("bench", f"--nvme={tmp_path}"))
+    monkeypatch.setattr(measuring, "measure_disks", small)
+    measuring.bench(typed("bench", f"--nvme={tmp_path}"))
     line = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(line.removeprefix("RESULT "))["name"] == str(tmp_path)
 

@@ -452,7 +452,8 @@ def test_dtypes_reach_the_generator_and_name_the_weights(tmp_path, monkeypatch):
         name = commands.open_generator(typed(command, *words), config)[1]
         assert name == f"{tmp_path}, weight_dtype=int4, cache_dtype=float8"
         dtypes = {"weight_dtype": "int4", "cache_dtype": "float8"}
-        assert seen[-1] == {"max_rows": 3, "max_length": 0} | dtypes
+        numbers = {"max_rows": 3, "max_length": 0, "num_drafts": 0}
+        assert seen[-1] == numbers | dtypes
 
 
 @pytest.mark.parametrize(

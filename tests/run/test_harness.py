@@ -93,8 +93,8 @@ def test_all_texts_of_a_call_share_weights_and_passes(trainer, monkeypatch):
     stops = ("9",), ("9", "3"), (), ("9",)
     asked = [Continued(f"{i} 6", until, 5) for i, until in enumerate(stops * 2)]
     texts = scorer.continue_texts(asked)
-    # Three settings: a pass for all prompts of each, and passes of several tokens.
-    assert (len(cuts), len(reads)) == (1, 6)
+    # Three settings: a pass for all prompts of each, and one for each further token.
+    assert (len(cuts), len(reads)) == (1, 3 * 5)
     assert texts == [text for each in asked for text in scorer.continue_texts([each])]
     assert len(cuts) == 1 + len(asked)
     assert scorer.continue_texts([]) == []

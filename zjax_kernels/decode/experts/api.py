@@ -79,6 +79,7 @@ def choose_experts(
         NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
+        >>> from zjax_kernels import lay_router
         >>> matrix = lay_router(jnp.eye(4), jnp.float32)
         >>> x = jnp.array([[0.0, 3.0, 1.0, 2.0]])
         >>> choice = choose_experts(x, matrix, num_experts=4, top_k=2)
@@ -166,8 +167,9 @@ def few_rows_experts(
         >>> choice = Choice.of(jnp.array([[0.0], [0.5]]), 1)
         >>> up, down = jnp.ones((2, 4, 2)), jnp.ones((2, 1, 4))
         >>> x = jnp.ones((1, 4)) / 4
-        >>> few_rows_experts(x, choice, up, down).round(2).tolist()
-        [[0.37, 0.37, 0.37, 0.37]]
+        >>> [row] = few_rows_experts(x, choice, up, down).tolist()
+        >>> [round(number, 2) for number in row]
+        [0.37, 0.37, 0.37, 0.37]
 
     Reference:
         Gale et al., MegaBlocks (arXiv:2211.15841), on experts without padding.
