@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import features
 from zjax.generation import programs
-from zjax.generation.offloaded import OffloadedDecoder
+from zjax.generation.by_unit import UnitDecoder
 from zjax.run import fused
 from zjax.sharding import plan as plans
 
@@ -82,11 +82,11 @@ def test_weights_that_do_not_fit_are_gathered_block_by_block(monkeypatch, caplog
     decoders = []
 
     def watch(*args):
-        decoders.append(OffloadedDecoder(*args))
+        decoders.append(UnitDecoder(*args))
         return decoders[-1]
 
     monkeypatch.setattr(fused, "has_room", lambda _: False)
-    monkeypatch.setattr(fused, "OffloadedDecoder", watch)
+    monkeypatch.setattr(fused, "UnitDecoder", watch)
     with caplog.at_level("WARNING"):
         found = run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
     np.testing.assert_array_equal(found, wanted)

@@ -9,7 +9,7 @@ import jax
 from absl import logging
 from jax.sharding import AbstractMesh, Mesh
 
-from zjax.generation.offloaded import OffloadedDecoder, UnitPrograms
+from zjax.generation.by_unit import UnitDecoder, UnitPrograms
 from zjax.generation.sizes import has_room
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Jit, Peak
@@ -178,7 +178,7 @@ class FusedExecutor:
         logging.warning("text: %s of weights are gathered layer by layer", size)
         layers = jax.tree.map(layer_by_layer, rows)
         params = take_apart(self.parameters(state), layers)
-        return OffloadedDecoder(self._units, params, self._config.model)
+        return UnitDecoder(self._units, params, self._config.model)
 
     @functools.cached_property
     def _units(self) -> UnitPrograms:

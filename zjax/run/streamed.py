@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from zjax.errors import PlanError, Problem
-from zjax.generation.offloaded import OffloadedDecoder, UnitPrograms
+from zjax.generation.by_unit import UnitDecoder, UnitPrograms
 from zjax.offload.compiled import Peak
 from zjax.offload.train import OffloadedTrain
 from zjax.run.compiler import step_options
@@ -68,7 +68,7 @@ class StreamedExecutor:
         if not self.generation:
             return self.parameters.decoder(state)
         params = stored_compute(state, self._plan)
-        return OffloadedDecoder(self.generation, params, self._shape)
+        return UnitDecoder(self.generation, params, self._shape)
 
     def settle(self, state: TrainState) -> TrainState:
         """Applies a pending gradient that a delayed update left for the next step."""

@@ -87,7 +87,7 @@ class UnitPrograms:
         return choose(scores, history, rows, pieces)
 
 
-class OffloadedDecoder:
+class UnitDecoder:
     """A decoder for `zjax.generate`, whose blocks come to the devices one by one.
 
     Args:
@@ -105,21 +105,21 @@ class OffloadedDecoder:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
         self.shapes = jax.eval_shape(programs.reader.cut, shapes)
 
-    def passes(self, **shapes: int) -> "OffloadedPasses":
+    def passes(self, **shapes: int) -> "UnitPasses":
         """Makes passes of the shapes that `Programs` takes."""
-        return OffloadedPasses(self, **shapes)
+        return UnitPasses(self, **shapes)
 
     def page_bytes(self, page_size: int) -> int:
         """Counts the bytes on a device of a page of all layers."""
         return page_bytes(self.programs.reader, self.shapes, page_size)
 
 
-class OffloadedPasses:
+class UnitPasses:
     """Passes unit by unit; see `zjax.generation.programs.Passes`."""
 
     def __init__(
         self,
-        decoder: OffloadedDecoder,
+        decoder: UnitDecoder,
         *,
         num_slots: int,
         max_length: int,
