@@ -129,6 +129,15 @@ def first_device() -> tuple[str, tuple[int, int]]:
     return "cuda", (int(major), int(minor))
 
 
+def dtype_obstacle(*arrays: Any) -> tuple[str, str]:
+    """Returns problem and remedy of arrays without one dtype of 16 bits, or nothing."""
+    dtypes = {x.dtype.name for x in arrays}
+    if len(dtypes) == 1 and dtypes <= set(DTYPES):
+        return "", ""
+    found = ", ".join(sorted(dtypes))
+    return f"it needs {' or '.join(DTYPES)} and the arrays are {found}", "cast them"
+
+
 def _array_obstacle(dtype, head_size):
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
     if dtype not in DTYPES:

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zjax.generation.chunks import Chunks, batch_of
 from zjax.generation.pages import attend
 from zjax.generation.passes import Reader, Rows, choose, lay_chunks, scored_tokens
 from zjax.generation.plan import Pieces
-from zjax.generation.programs import History, page_bytes
+from zjax.generation.programs import History, page_bytes, read_in_turn
 from zjax.generation.sampling import Chosen
 from zjax.offload.compiled import Jit
 from zjax.offload.stream import Load
@@ -145,14 +144,11 @@ class UnitPasses:
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> Chosen:
         """Reads pieces of up to `sizes` tokens; see `Passes`."""
-        found = []
-        steps_alone = tuple(sizes) == (1,)
-        # A step that no lane needs would read the whole model for nothing.
-        needed = max(1, int(np.max(pieces[0].counts)))
-        for step in range(min(num_steps, needed)):
-            now = tuple(x.at(step) if steps_alone else x for x in pieces)
-            found.append(self._read_once(rows, now, tuple(sizes)))
-        return jax.tree.map(lambda *steps: jnp.concatenate(steps), *found)
+
+        def read(pieces):
+            return self._read_once(rows, tuple(pieces), tuple(sizes))
+
+        return read_in_turn(read, pieces, sizes, num_steps)
 
     def rest(self) -> None:
         """Frees the units that were fetched for a next pass."""

@@ -1,8 +1,8 @@
-"""Drafts: the next tokens of a text, guessed from what it and others have said.
+"""Drafts: guesses of the next tokens of a text, copied from earlier tokens.
 
-A text often repeats what it has said. The tokens that followed the same words earlier
-are read as drafts in one pass, which costs hardly more than a pass of one token. A
-wrong draft does no harm but for the time that it takes.
+Texts often repeat. The tokens that followed the same words earlier are read as drafts
+in one pass, which costs hardly more than a pass of one token. A wrong draft costs time
+and nothing else.
 
 Reference: Yang et al. (arXiv:2304.04487) copy drafts from a text.
 """
@@ -37,8 +37,8 @@ class Drafter:
         prompt: Token ids at the start of the text.
         max_ngram: Number of last tokens to look for first, 1 or more.
         min_ngram: Number of last tokens to look for last, 1 to `max_ngram`.
-        other: Drafter of another text of the prompt, with equal numbers of tokens: the
-            two propose each other's tokens too.
+        other: Drafter of another text of the prompt, with equal numbers of tokens:
+            both drafters then know the n-grams of both texts.
 
     Attributes:
         accuracy: Share of the tokens behind the prompt that were proposed, or would
@@ -127,7 +127,8 @@ class Speculator:
 
     The drafter of each sequence is asked for every token that arrives, drafted or not,
     so that it costs no pass to find out that a text does not repeat, or that it does.
-    Texts of one prompt propose each other's tokens: samples, and later requests.
+    Drafts of a text also come from other texts of an equal prompt: samples, and earlier
+    requests.
 
     Args:
         num_drafts: Most drafts of a sequence in a pass, 0 or more.

@@ -129,7 +129,7 @@ class Engine:
         return rows
 
     def _send_rows(self, table: np.ndarray) -> Rows:
-        """Sends to the devices what they know of all slots."""
+        """Sends the pages, lengths and settings of all slots to the devices."""
         # Copies: a CPU device may share the memory of the host.
         return jax.device_put(Rows(table, *jax.tree.map(np.copy, self._host_rows)))
 

@@ -40,11 +40,11 @@ class Footprint:
         table_row_bytes: Bytes of the rows of tables that a token reads.
         expert_bytes: Bytes of the weights of experts, of which a token reads a few.
         num_experts: Experts of a layer; 0 if there are none.
-        resident_bytes: Bytes of weights that stay on the device, and of those on the
-            way.
+        resident_bytes: Bytes of weights that stay on the device, and of weights on
+            the way to the device.
         start_bytes: Bytes of weights while a generator starts.
         streamed_bytes: Bytes of weights that come from another memory for each pass.
-        staged_bytes: Most bytes of these weights on the device at once.
+        staged_bytes: Most bytes of streamed weights on the device at once.
         layer_page_bytes: Bytes of a page of each layer.
     """
 

@@ -87,14 +87,14 @@ class Generator:
         num_pages: Pages of 64 tokens for the keys of all texts, 2 or more; 0 fills the
             memory that the devices have left.
         weight_dtype: Codes of the matrices of blocks, made on the devices: `int8`,
-            `int4`, or `float8`, which also rounds their inputs; `compute` stores them
-            as they are. Embedding and head stay in the dtype to compute in.
+            `int4`, or `float8`, which also rounds the inputs of products; `compute`
+            makes no codes. Embedding and head stay in the dtype to compute in.
         cache_dtype: Dtype of keys and values: `float8` (e4m3, without a scale), or
             `compute`.
         num_drafts: Most tokens that a text reads ahead in a pass, 0 to 15; 0 is none.
-            Drafts are copied from the text, and from earlier texts of the prompt. They
-            are read where texts have lately repeated, and make these faster. Texts are
-            those without drafts, but for rounding.
+            Drafts are copied from the text, and from earlier texts of the prompt, and
+            read where texts have lately repeated, which makes such texts faster. But
+            for rounding, a text is the text without drafts.
 
     Raises:
         ConfigError: A number is out of range, the model writes no text, or it cannot be
@@ -157,7 +157,7 @@ class Generator:
     def _make_engine(
         self, decoder: StoredDecoder, sizes: tuple[Size, ...], num_pages: int
     ) -> Engine:
-        """Makes the engine, with as many pages as fit, and tells what it has made."""
+        """Makes the engine, with as many pages as fit, and logs the sizes."""
         each = decoder.page_bytes(PAGE_SIZE)
         if not num_pages:
             num_pages = count_pages(each, self.max_rows, self.max_length)
@@ -360,7 +360,7 @@ class Generator:
     def _encoded(
         self, prompts: Iterable[Given], sampling: Sampling, *, special_tokens: bool
     ) -> Iterator[tuple[Given, list[int]]]:
-        """Yields prompts with their tokens."""
+        """Yields each prompt with the token ids of the prompt."""
         if isinstance(prompts, str | Mapping):  # letters or names would be prompts
             problem, remedy = "is one prompt", "give a list of prompts"
             shown = describe_prompt(prompts)

@@ -64,7 +64,7 @@ class Lockstep:
 def agreed(
     prompts: Iterable[tuple[Given, list[int]]], sampling: Sampling
 ) -> Iterator[tuple[Given, list[int]]]:
-    """Yields prompts with their ids, or refuses those that differ by process."""
+    """Yields prompts with token ids, or refuses prompts that differ by process."""
     if jax.process_count() == 1:
         yield from prompts
         return

@@ -3,7 +3,7 @@
 import concurrent.futures
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -58,6 +58,22 @@ class Passes(Protocol):
     def close(self) -> None:
         """Drops what has not begun to compile; no pass follows."""
         ...
+
+
+def read_in_turn(
+    read: Callable[[list[Pieces]], Chosen],
+    pieces: Sequence[Pieces],
+    sizes: Sequence[int],
+    num_steps: int,
+) -> Chosen:
+    """Reads the steps of a pass by a program for one, see `Passes.read`."""
+    found = []
+    steps_alone = tuple(sizes) == (1,)
+    # A step that no lane needs would read the whole model for nothing.
+    needed = max(1, int(np.max(pieces[0].counts)))
+    for step in range(min(num_steps, needed)):
+        found.append(read([x.at(step) if steps_alone else x for x in pieces]))
+    return jax.tree.map(lambda *steps: jnp.concatenate(steps), *found)
 
 
 class History:
@@ -251,7 +267,7 @@ _cut_block = jax.jit(Reader.cut_block, static_argnums=(0, 1))
 
 
 def _report(dtypes: Dtypes, weights: Weights) -> None:
-    """Logs what is stored in fewer bits, and how it is read."""
+    """Logs which arrays are stored in fewer bits, and how products read codes."""
     if dtypes.weights != "compute":
         blocks = jax.tree.leaves(weights.blocks)
         num_bytes = sum(x.size * num_bits(x.dtype) // 8 for x in blocks)

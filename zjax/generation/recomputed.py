@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from zjax.errors import ConfigError, Problem
 from zjax.generation.passes import Rows, choose
 from zjax.generation.plan import Pieces, lay_tasks
-from zjax.generation.programs import History
+from zjax.generation.programs import History, read_in_turn
 from zjax.generation.sampling import MAX_LOGPROBS, Chosen
 from zjax.generation.sizes import sizes_of
 from zjax.jaxprs.versions import dtype_promotion
@@ -29,7 +29,7 @@ from zjax.sharding.mesh import is_simulated
 Score = Callable[[Any, Int[Array, "B L"]], Float[Array, "B L V"]]
 """`score(weights, tokens) -> logits` of the next token at every place."""
 _SHORTEST = 64
-"""Least length to which texts are padded; the others are powers of two."""
+"""Least length to which texts are padded; longer ones are padded to powers of two."""
 _LOGITS_BYTES = 2**30
 """Most bytes of the logits of all places, of which a pass reads a place of each row."""
 _TOLERANCE = 1e-2
@@ -106,14 +106,11 @@ class RecomputedPasses:
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> Chosen:
         """Reads pieces of up to `sizes` tokens; see `Passes`."""
-        found = []
-        steps_alone = tuple(sizes) == (1,)
-        # A step that no lane needs would read the whole model for nothing.
-        needed = max(1, int(np.max(pieces[0].counts)))
-        for step in range(min(num_steps, needed)):
-            now = [x.at(step) if steps_alone else x for x in pieces]
-            found.append(self._read_once(rows, _join(now)))
-        return jax.tree.map(lambda *steps: jnp.concatenate(steps), *found)
+
+        def read(pieces):
+            return self._read_once(rows, _join(pieces))
+
+        return read_in_turn(read, pieces, sizes, num_steps)
 
     def rest(self) -> None:
         """Does nothing: all weights stay on the devices."""

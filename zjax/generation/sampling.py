@@ -362,9 +362,13 @@ def choose_tokens(
         return _choose_as_asked(raw, rows, known, num_best)
 
     def choose_greedily(raw):
-        shapes = jax.eval_shape(choose, raw)
-        zeros = (jnp.zeros(x.shape, x.dtype) for x in shapes[1:])
-        return Chosen(jnp.argmax(raw, axis=1).astype(jnp.int32), *zeros)
+        best = raw.shape[0], num_best
+        return Chosen(
+            tokens=jnp.argmax(raw, axis=1).astype(jnp.int32),
+            logprobs=jnp.zeros(raw.shape[0], jnp.float32),
+            best_ids=jnp.zeros(best, jnp.int32),
+            best_logprobs=jnp.zeros(best, jnp.float32),
+        )
 
     # One choice for rows of which none asks for more: each of the choices below costs a
     # GPU some 20 us, of the 4 ms of a token of 7B parameters.
@@ -406,7 +410,7 @@ def _choose_as_asked(raw, rows, known, num_best):
 
 
 def _log_probabilities(rows, num_best, scores, tokens):
-    """Returns log-probabilities of tokens, and the most likely tokens with theirs."""
+    """Returns log-probabilities of chosen tokens and of the most likely tokens."""
     norms = jax.nn.logsumexp(scores, axis=1)
     logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - norms
 

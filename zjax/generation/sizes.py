@@ -108,8 +108,7 @@ def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
     most = 1 + max_rows * row_pages
     if not page_bytes:  # nothing is stored
         return most
-    free = [_free_bytes(device) for device in jax.local_devices()]
-    known = [number for number in free if number is not None]
+    known = _known_free_bytes()
     if not known:
         return min(most, 1 + max_rows * min(row_pages, _ROW_TOKENS // PAGE_SIZE))
     number = least(fit_pages(min(known), page_bytes))
@@ -125,8 +124,7 @@ def has_room(num_bytes: int, num_copies: int = 2) -> bool:
 
     Weights of a state are there twice: as blocks, and in the stacks of the state.
     """
-    free = [_free_bytes(device) for device in jax.local_devices()]
-    known = [number for number in free if number is not None]
+    known = _known_free_bytes()
     return least(all(num_copies * num_bytes <= _SHARE * x for x in known)) == 1
 
 
@@ -154,8 +152,14 @@ def least(number: int) -> int:
     return int(multihost_utils.process_allgather(np.int64(number)).min())
 
 
+def _known_free_bytes() -> list[int]:
+    """Returns the bytes left on each local device that tells."""
+    free = [_free_bytes(device) for device in jax.local_devices()]
+    return [number for number in free if number is not None]
+
+
 def _free_bytes(device: Any) -> int | None:
-    """Returns the bytes that a device has left; None if it does not tell."""
+    """Returns the bytes left on a device; None if the device does not tell."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None

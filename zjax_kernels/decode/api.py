@@ -8,9 +8,9 @@ from jax import Array
 
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.device import (
-    DTYPES,
     choose_implementation,
     describe,
+    dtype_obstacle,
     load_implementation,
     refuse,
 )
@@ -108,12 +108,10 @@ def paged_attention(
 
 def _obstacle(q: Array, cache: Cache, options: Options) -> tuple[str, str]:
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
-    dtypes = {x.dtype.name for x in (q, cache.keys, cache.values)}
+    obstacle = dtype_obstacle(q, cache.keys, cache.values)
     sizes = q.shape[-1], cache.values.shape[-1], options.value_size
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        found = ", ".join(sorted(dtypes))
-        problem = f"it needs {' or '.join(DTYPES)} and the arrays are {found}"
-        return problem, "cast them"
+    if any(obstacle):
+        return obstacle
     if len(set(sizes)) > 1 or sizes[0] not in HEAD_SIZES:
         known = ", ".join(map(str, HEAD_SIZES))
         problem = f"it needs keys and values of {known} channels, not {sizes[0]} and "

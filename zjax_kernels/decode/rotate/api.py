@@ -5,18 +5,17 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
+from zjax_kernels.decode.api import HEAD_SIZES
 from zjax_kernels.decode.rotate.reference import Operands, Options
 from zjax_kernels.device import (
-    DTYPES,
     choose_implementation,
     describe,
+    dtype_obstacle,
     load_implementation,
     refuse,
 )
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
-HEAD_SIZES = (64, 128, 256)
-"""Channels per head of the kernel."""
 LANES = 32
 """Channels that the kernel takes multiples of: the lanes of a warp."""
 MIN_HEADS = 4
@@ -119,11 +118,9 @@ def rotate_and_write(
 def _obstacle(operands: Operands, keys: Array, values: Array) -> tuple[str, str]:
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
     _, num_heads, size = operands.product.shape
-    dtypes = {x.dtype.name for x in (operands.product, keys, values)}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        found = ", ".join(sorted(dtypes))
-        problem = f"it needs {' or '.join(DTYPES)} and the arrays are {found}"
-        return problem, "cast them"
+    obstacle = dtype_obstacle(operands.product, keys, values)
+    if any(obstacle):
+        return obstacle
     if size not in HEAD_SIZES:
         known = ", ".join(map(str, HEAD_SIZES))
         return f"it needs heads of {known} channels, not {size}", "pad the heads"
