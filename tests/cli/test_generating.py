@@ -207,6 +207,21 @@ def test_lines_hold_the_texts_in_the_order_of_the_file(write, opened):
         assert [len(best) for best in row["best"]] == [1] * len(row["ids"])
 
 
+def test_lines_hold_the_scores_of_prompts(write, opened):
+    """Fails if a flag asks for scores in vain, or a text is written beside."""
+    rows = read(write("--prompt_logprobs=2", "--max_new_tokens=0"))
+    sampling = Sampling(prompt_logprobs=2, temperature=2.0)
+    wanted = opened[0].generate(PROMPTS, sampling)
+    for row, text in zip(rows, wanted, strict=True):
+        assert (row["text"], row["ids"], row["finish_reason"]) == ("", [], "length")
+        assert row["prompt_ids"] == text.prompt_ids
+        scores, best = row["prompt_logprobs"], row["prompt_best"]
+        assert (scores[0], best[0]) == (None, None)
+        np.testing.assert_allclose(scores[1:], text.prompt_logprobs[1:], atol=1e-4)
+        assert [len(x) for x in best[1:]] == [2] * (len(scores) - 1)
+    assert len(rows) == len(PROMPTS)
+
+
 @pytest.mark.parametrize("num_lines", [0, 1, 4, 5, 10])
 def test_a_file_that_was_cut_is_gone_on_with(write, opened, monkeypatch, num_lines):
     """Fails if lines are lost, repeated or torn, or if done prompts are written."""
@@ -309,6 +324,9 @@ def test_sampling_out_of_range_is_refused_by_flag():
         generating.read_sampling(typed("generate", *words))
     with config_error("--num_logprobs=1 has no effect without --output; leave it out"):
         generating.read_sampling(typed("generate", "--num_logprobs=1"))
+    told = "--prompt_logprobs=0 has no effect without --output; leave it out"
+    with config_error(told):
+        generating.read_sampling(typed("generate", "--prompt_logprobs=0"))
 
 
 def test_all_flags_of_sampling_are_read():
@@ -324,6 +342,7 @@ def test_all_flags_of_sampling_are_read():
         "frequency_penalty": -0.5,
         "num_samples": 2,
         "num_logprobs": 4,
+        "prompt_logprobs": 2,
         "seed": 6,
     }
     given = (f"--{name}={value}" for name, value in words.items())

@@ -1,6 +1,7 @@
 """Texts of models of users, which read the whole text again for each token."""
 
 import collections
+import dataclasses
 import logging
 
 import flax.linen as nn
@@ -114,6 +115,25 @@ def test_texts_are_those_of_a_plain_loop_and_the_cost_is_told(
     monkeypatch.setattr(recomputed, "_LOGITS_BYTES", 2 * 4 * VOCAB_SIZE * 96)
     with make(started) as generator:
         assert [x.ids for x in generator.generate(PROMPTS, GREEDY)] == wanted
+
+
+def test_prompts_are_scored(started):
+    """Fails if a chunk is scored without the text before, or behind padding."""
+    module = started[0].bind(started[1])
+    prompts = [*PROMPTS, RNG.integers(0, VOCAB_SIZE, size=96).tolist()]
+    with make(started) as generator:
+        wanted = [text.ids for text in generator.generate(PROMPTS[:3], GREEDY)]
+        sampling = dataclasses.replace(GREEDY, prompt_logprobs=2)
+        texts = generator.generate(PROMPTS[:3], sampling)
+        assert [text.ids for text in texts] == wanted
+        texts += generator.generate(prompts[3:], zjax.Sampling(prompt_logprobs=2))
+    for prompt, text in zip(prompts, texts, strict=True):
+        scores = np.asarray(jax.nn.log_softmax(module(jnp.array([prompt]))[0]))
+        found = np.array(text.prompt_logprobs[1:])
+        chosen = scores[np.arange(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(found, chosen, atol=1e-4)
+        best = [max(x.values()) for x in text.prompt_best[1:]]
+        np.testing.assert_allclose(best, scores[:-1].max(axis=1), atol=1e-4)
 
 
 def test_a_function_gives_the_logits(started):

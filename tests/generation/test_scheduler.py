@@ -24,12 +24,18 @@ def make_sequence(rng, longest=30, most=20, shared=()):
     prompt = [*shared, *make_text(rng, 1, longest)]
     ends = frozenset(rng.sample(range(50), rng.choice([0, 0, 3])))
     is_streamed = rng.random() < 0.2
-    return Sequence(prompt, rng.randint(1, most), ends, is_streamed)
+    num_best = rng.choice([None, None, 0, 2])
+    num_new = rng.randint(1 if num_best is None else 0, most)
+    return Sequence(prompt, num_new, ends, is_streamed, prompt_logprobs=num_best)
 
 
-def check_all(sequences):
+def check_all(sequences, loop=None):
     for sequence in sequences:
         assert (sequence.generated, sequence.finish_reason) == expect(sequence)
+        if loop is not None:
+            scored = sequence.prompt_logprobs is not None
+            wanted = [*range(1, len(sequence.prompt))] if scored else []
+            assert loop.scored[sequence] == wanted
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -45,7 +51,7 @@ def test_texts_are_as_alone(lag, chunk_size, steps, sizes):
         if rng.random() < 0.5:
             loop.step()
     loop.run()
-    check_all(sequences)
+    check_all(sequences, loop)
     assert len({x.finish_reason for x in sequences}) == 2
 
 
@@ -79,7 +85,7 @@ def test_random_requests_end_right(seed):
             first = make_sequence(rng, longest=16, most=11, shared=shared)
             sequences.append(loop.scheduler.add(first))
             for _ in range(rng.choice([0, 0, 0, 3])):
-                sequences.append(loop.add(first.prompt, first.max_new_tokens))
+                sequences.append(loop.add(first.prompt, first.max_new_tokens or 1))
         if rng.random() < share:
             sequence = rng.choice(sequences[-20:])
             if sequence.finish_reason is None:
@@ -88,7 +94,7 @@ def test_random_requests_end_right(seed):
                 aborted.add(sequence)
         assert loop.step() or loop.is_idle
     loop.run()
-    check_all(x for x in sequences if x not in aborted)
+    check_all((x for x in sequences if x not in aborted), loop)
     for sequence in aborted:
         tokens = sequence.generated
         assert tokens == expect(sequence)[0][: len(tokens)]
@@ -166,6 +172,65 @@ def test_pages_are_shared_under_one_salt():
         loop.add([*range(16)], 3, salt=salt)
         loop.run()
     assert loop.scheduler.metrics.num_hit_tokens == 12
+
+
+def test_a_prompt_to_score_is_read_whatever_the_cache_has():
+    """Fails if keys are found whose scores nobody has computed."""
+    loop = Loop()
+    prompt = make_text(random.Random(3), 21, 21)
+    for num_best, num_new in ((None, 1), (0, 2), (3, 0), (None, 1)):
+        sequence = loop.add(prompt, num_new, prompt_logprobs=num_best)
+        loop.run()
+        check_all([sequence], loop)
+    assert loop.scheduler.metrics.num_hit_tokens == 20  # of the last alone
+
+
+def test_equal_prompts_to_score_do_not_wait_for_each_other():
+    """Fails if a prompt awaits pages that it reads itself."""
+    loop = Loop(sizes=[Size(8, 6)])
+    prompt = [*range(16)]
+    sequences = [loop.add(prompt, 0, prompt_logprobs=0) for _ in range(3)]
+    loop.step()
+    assert [x.finish_reason for x in sequences] == ["length"] * 3
+    loop.run()
+    check_all(sequences, loop)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_preempted_prompt_goes_on_behind_its_scores(lag):
+    """Fails if scores come twice, or keys of scored tokens are read again."""
+    loop = Loop(num_pages=13, lag=lag, sizes=[Size(8, 1)], max_length=48, steps=1)
+    first = [loop.add([i], 16) for i in range(2)]
+    while not all(x.is_decoding for x in first):
+        loop.step()
+    prompt = make_text(random.Random(3), 30, 30)
+    second = loop.add(prompt, 3, prompt_logprobs=1)
+    while not second.num_scored:
+        loop.step()
+    loop.scheduler._preempt(second)
+    num_scored = second.num_scored
+    assert 0 < num_scored < 30
+    loop.run()
+    check_all([*first, second], loop)
+    found = loop.scheduler.metrics.num_hit_tokens
+    assert num_scored // 4 * 4 <= found <= (num_scored + lag * 8) // 4 * 4
+
+
+def test_only_passes_with_prompts_to_score_run_the_program_that_scores():
+    """Fails if the passes of others carry the arrays of scores."""
+    loop = Loop(sizes=[Size(8, 2)], steps=1)
+    plain = loop.add([*range(20)], 3)
+    loop.run()
+    scored = loop.add([*range(30)], 3, prompt_logprobs=2)
+    beside = loop.add([7] * 3, 3)
+    loop.run()
+    check_all([plain, scored, beside], loop)
+    found = [x.chunks.num_best for x in loop.plans]
+    has_scores = [x is not None for x in found]
+    assert sum(has_scores) == 2 and not any(has_scores[:4])
+    scores = [x.tolist() for x in found if x is not None]
+    assert scores == [[2, 2], [2, 2]]
+    assert all(plan.lanes.num_best is None for plan in loop.plans)
 
 
 def test_other_pages_make_room_for_the_prefix_in_use():
@@ -467,6 +532,11 @@ def test_requests_that_never_fit_are_refused():
         "max_new_tokens=0 is below 1; ask for 1 or more"
     ):
         scheduler.add(Sequence([], 0))
+    with config_error(
+        "max_new_tokens=0 after 17 tokens needs 5 pages of 4 tokens, and the cache has "
+        "4; shorten the prompt, or enlarge the cache"
+    ):
+        scheduler.add(Sequence([1] * 17, 0, prompt_logprobs=0))
     assert scheduler.metrics.num_waiting == 1
 
 

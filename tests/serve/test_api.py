@@ -8,6 +8,8 @@ import pytest
 
 from tests.support import programs, small_llama
 from tests.support.serving import JSON, SECONDS, served
+from zjax.generation.generator import Generator
+from zjax.generation.sampling import Sampling
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 DRAWN = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
@@ -92,7 +94,9 @@ def test_draws_depend_on_the_seed_and_differ_between_samples(server):
     assert len({texts_of(server.ask(prompt="a", **free)[1])[0] for _ in range(4)}) > 1
 
 
-@pytest.mark.parametrize("fields", [{}, {"logprobs": 3}, {"echo": True}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"logprobs": 3}, {"echo": True}, {"logprobs": 3, "echo": True}]
+)
 def test_a_stream_adds_up_to_the_whole_reply(server, fields):
     asked = {"prompt": ["Once", "upon"], "n": 2} | DRAWN | fields
     whole = server.ask(**asked)[1]
@@ -110,7 +114,10 @@ def test_a_stream_adds_up_to_the_whole_reply(server, fields):
         if fields.get("logprobs"):
             for name, values in choice["logprobs"].items():
                 found = [value for x in news for value in x["logprobs"][name]]
-                assert found == values if name == "tokens" else len(found) == 12
+                assert len(found) == (16 if "echo" in fields else 12)
+                assert (
+                    found == values if name == "tokens" else len(found) == len(values)
+                )
 
 
 def test_stop_strings_cut_the_text(server):
@@ -146,6 +153,69 @@ def test_log_probabilities_stand_beside_tokens(server):
         assert 1 <= len(best) <= 3
     sizes = [len(token) for token in found["tokens"]]
     assert found["text_offset"] == [sum(sizes[:n]) for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def scored(folder):
+    """Scores of prompts by a generator of the same weights, without a server."""
+    found, prompts = {}, ["Once", "é", "a" * 100]
+    with Generator(str(folder), max_rows=2) as generator:
+        sampling = Sampling(prompt_logprobs=2, max_new_tokens=1, num_logprobs=2)
+        for prompt, text in zip(
+            prompts, generator.generate(prompts, sampling), strict=True
+        ):
+            assert text.prompt_ids == [*prompt.encode()]
+            found[prompt] = text
+    return found
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_is_scored(server, scored, max_tokens):
+    """Fails if a token of a prompt has the score of another, or a text is doubled."""
+    asked = {"echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0}
+    prompts = [*scored]
+    ids = [[*prompt.encode()] for prompt in prompts]
+    status, reply = server.ask(prompt=ids, **asked)
+    assert status == 200
+    num_read = sum(map(len, ids))
+    assert reply["usage"] == {
+        "prompt_tokens": num_read,
+        "completion_tokens": 3 * max_tokens,
+        "total_tokens": num_read + 3 * max_tokens,
+    }
+    for choice, prompt in zip(reply["choices"], prompts, strict=True):
+        text, size = scored[prompt], len(prompt.encode()) + max_tokens
+        assert choice["text"] == prompt + (text.text if max_tokens else "")
+        assert choice["finish_reason"] == "length"
+        found = choice["logprobs"]
+        assert {len(values) for values in found.values()} == {size}
+        names = [chr(x) if x < 128 else "\ufffd" for x in prompt.encode()]
+        assert found["tokens"][: len(names)] == names
+        assert found["text_offset"] == [*range(size)]
+        assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+        wanted = [*text.prompt_logprobs, *text.logprobs][1:size]
+        # Rows beside others may be rounded in another way.
+        close = {"abs": 0.03}
+        assert found["token_logprobs"][1:] == pytest.approx(wanted, **close)
+        best = [*text.prompt_best, *text.best][1:size]
+        for top, wanted in zip(found["top_logprobs"][1:], best, strict=True):
+            assert max(top.values()) == pytest.approx(max(wanted.values()), **close)
+            assert len(top) <= 3
+    alone = server.ask(prompt=prompts[0], **asked)[1]["choices"][0]
+    assert alone["logprobs"]["tokens"] == reply["choices"][0]["logprobs"]["tokens"]
+    programs.wait_until(server.is_idle, server.program)
+
+
+def test_limits_hold_for_prompts_to_score(server):
+    scores = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    assert server.ask(prompt="a" * 1500, **scores)[0] == 200
+    assert refusal_of(server, prompt="a" * 1501, **scores)[0] == "prompt"
+    assert refusal_of(server, prompt="a", n=2, **scores) == (
+        "n",
+        "n=2 would be empty texts at max_tokens=0; use 1",
+    )
+    assert refusal_of(server, prompt="a", min_tokens=2, **scores)[0] == "min_tokens"
+    assert refusal_of(server, prompt=["a"] * 7, **scores)[0] == "n"
 
 
 def test_chats_go_through_the_template(server):
@@ -184,6 +254,10 @@ def test_the_client_of_openai_reads_replies_and_streams(client):
         roles[choice.index] += choice.delta.role == "assistant"
     assert texts == [choice.message.content for choice in reply.choices]
     assert roles == [1, 1]
+    scores = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    reply = client.completions.create(model="llama", prompt="Once", **scores)
+    assert reply.choices[0].text == "Once"
+    assert len(reply.choices[0].logprobs.token_logprobs) == 4
     written = client.completions.create(model="llama", prompt="Once", max_tokens=3)
     assert written.usage.prompt_tokens == 4
 

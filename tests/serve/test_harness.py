@@ -6,41 +6,120 @@ import pytest
 
 from tests.support import programs, small_llama
 from tests.support.serving import served
+from zjax.generation.generator import Generator
+from zjax.generation.sampling import Sampling
 
 DOCS = [{"text": "Once", "wanted": "a"}, {"text": "upon a", "wanted": "b"}]
+CHOICES = [" time", " a tree", "é"]
+REASON = "lm_eval is not installed, and takes transformers and datasets along"
 
 
-@pytest.mark.parametrize("name", ["local-completions", "local-chat-completions"])
-def test_tasks_of_text_get_the_texts_of_the_server(name, tmp_path):
-    reason = "lm_eval is not installed, and takes transformers and datasets along"
-    lm_eval = pytest.importorskip("lm_eval", reason=reason)
-    pytest.importorskip("transformers", reason=reason)
-    folder = small_llama.write(tmp_path / "llama")
+def make_task(tmp_path, **settings):
+    """A task of lm_eval with the documents above."""
     (tmp_path / "docs.json").write_text("\n".join(map(json.dumps, DOCS)))
-    task = {
+    return {
         "task": "text",
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(tmp_path / "docs.json")}},
         "test_split": "test",
-        "output_type": "generate_until",
         "doc_to_text": "{{text}}",
         "doc_to_target": "{{wanted}}",
-        "generation_kwargs": {"until": ["~~"], "max_gen_toks": 6},
-        "metric_list": [{"metric": "exact_match"}],
-    }
+    } | settings
+
+
+def model_args(server, path, folder, **settings):
+    """Arguments of the models of lm_eval that ask a server."""
+    return {
+        "model": "llama",
+        "base_url": server.address + path,
+        "tokenizer_backend": "huggingface",
+        "tokenizer": str(folder),
+    } | settings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_concurrent": 2}, {"batch_size": 3}, {"tokenized_requests": False}],
+)
+def test_tasks_of_likelihoods_get_the_scores_of_the_model(settings, tmp_path):
+    """Fails if a score is of another token, or lacks one at an end."""
+    lm_eval = pytest.importorskip("lm_eval", reason=REASON)
+    pytest.importorskip("transformers", reason=REASON)
+    folder = small_llama.write(tmp_path / "llama")
+    task = make_task(
+        tmp_path,
+        output_type="multiple_choice",
+        doc_to_choice=CHOICES,
+        doc_to_target=0,
+        metric_list=[{"metric": "acc"}],
+    )
+    with served(f"--model={folder}", "--max_rows=4") as server:
+        found = lm_eval.simple_evaluate(
+            model="local-completions",
+            model_args=model_args(server, "/v1/completions", folder, **settings),
+            tasks=[task],
+            bootstrap_iters=0,
+        )
+        programs.wait_until(server.is_idle, server.program)
+    pairs = [(doc["text"], choice) for doc in DOCS for choice in CHOICES]
+    prompts = [[*(text + choice).encode()] for text, choice in pairs]
+    with Generator(str(folder), max_rows=4) as generator:
+        texts = generator.generate(prompts, Sampling(prompt_logprobs=1))
+    wanted = [
+        sum(scored.prompt_logprobs[len(text) :])
+        for (text, _), scored in zip(pairs, texts, strict=True)
+    ]
+    samples = sorted(found["samples"]["text"], key=lambda sample: sample["doc_id"])
+    resps = [resp[0] for sample in samples for resp in sample["resps"]]
+    # Rows beside others may be rounded in another way, in bfloat16.
+    assert [float(resp[0]) for resp in resps] == pytest.approx(wanted, abs=0.1)
+    assert len({round(value, 1) for value in wanted}) == len(wanted)
+
+
+def test_tasks_of_whole_texts_get_the_scores_of_the_model(tmp_path):
+    """Fails if the first token of a text is not scored behind the end of a text."""
+    lm_eval = pytest.importorskip("lm_eval", reason=REASON)
+    pytest.importorskip("transformers", reason=REASON)
+    folder = small_llama.write(tmp_path / "llama")
+    metrics = [{"metric": "bits_per_byte"}]
+    rolling = {"output_type": "loglikelihood_rolling", "metric_list": metrics}
+    task = make_task(tmp_path, **rolling, doc_to_text="", doc_to_target="{{text}}")
+    with served(f"--model={folder}", "--max_rows=4") as server:
+        found = lm_eval.simple_evaluate(
+            model="local-completions",
+            model_args=model_args(server, "/v1/completions", folder),
+            tasks=[task],
+            bootstrap_iters=0,
+        )
+        programs.wait_until(server.is_idle, server.program)
+    with Generator(str(folder), max_rows=4) as generator:
+        prompts = [[256, *doc["text"].encode()] for doc in DOCS]
+        texts = generator.generate(prompts, Sampling(prompt_logprobs=0))
+    samples = sorted(found["samples"]["text"], key=lambda sample: sample["doc_id"])
+    resps = [float(sample["resps"][0][0]) for sample in samples]
+    wanted = [sum(text.prompt_logprobs[1:]) for text in texts]
+    assert resps == pytest.approx(wanted, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["local-completions", "local-chat-completions"])
+def test_tasks_of_text_get_the_texts_of_the_server(name, tmp_path):
+    lm_eval = pytest.importorskip("lm_eval", reason=REASON)
+    pytest.importorskip("transformers", reason=REASON)
+    folder = small_llama.write(tmp_path / "llama")
+    task = make_task(
+        tmp_path,
+        output_type="generate_until",
+        generation_kwargs={"until": ["~~"], "max_gen_toks": 6},
+        metric_list=[{"metric": "exact_match"}],
+    )
     is_chat = "chat" in name
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
     with served(f"--model={folder}", "--max_rows=2") as server:
         found = lm_eval.simple_evaluate(
             model=name,
-            model_args={
-                "model": "llama",
-                "base_url": server.address + path,
-                "tokenizer_backend": "huggingface",
-                "tokenizer": str(folder),
-                "tokenized_requests": not is_chat,
-                "num_concurrent": 2,
-            },
+            model_args=model_args(
+                server, path, folder, tokenized_requests=not is_chat, num_concurrent=2
+            ),
             tasks=[task],
             bootstrap_iters=0,
             apply_chat_template=is_chat,

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from zjax.data.tokenizer import make_bytes
+from zjax.generation.sampling import Logprobs
 from zjax.generation.tickets import Delta
 from zjax.serve.replies import CHAT, COMPLETION, Choice, Piece, Reply, Token, join
 
@@ -42,7 +43,44 @@ def test_tokens_know_their_texts_and_places():
     end = Token("<end>", -0.5, [("<end>", -0.5), ("a", -4.0)], 2)
     assert last == Piece(3, "", [end], "stop")
     assert choice.num_tokens == 3
-    assert join([first, last], "c") == Piece(3, "cab", [*first.tokens, end], "stop")
+    assert join([first, last]) == Piece(3, "ab", [*first.tokens, end], "stop")
+    assert choice.begin() is None
+
+
+def test_a_text_begins_with_a_prompt_that_is_scored():
+    """Fails if a token of the prompt is lost, doubled, or stands at another place."""
+    choice = Choice(0, TOKENIZER, [A, 256, B], has_logprobs=True, echo="ab")
+    scores = delta("", [256, B], [-1, -2], [[C], [B]], [[-0.5], [-2]])
+    arrays = scores.logprobs, scores.best_ids, scores.best_logprobs
+    pieces = [choice.begin()]
+    for part in (slice(1), slice(1, 2)):
+        pieces.append(choice.read_prompt(Logprobs(*(x[part] for x in arrays))))
+    pieces.append(choice.read(delta("c", [C], [-3], [[C]], [[-3]], "length")))
+    tokens = [
+        Token("a", None, [], 0),
+        Token("<end>", -1.0, [("c", -0.5)], 1),
+        Token("b", -2.0, [("b", -2.0)], 6),
+        Token("c", -3.0, [("c", -3.0)], 7),
+    ]
+    assert join(pieces) == Piece(0, "abc", tokens, "length")
+    assert pieces[0] == Piece(0, "ab", tokens[:1])
+    assert choice.num_tokens == 1
+    found = COMPLETION.logprobs(tokens)
+    assert found["token_logprobs"] == [None, -1.0, -2.0, -3.0]
+    assert found["top_logprobs"][:2] == [None, {"c": -0.5, "<end>": -1.0}]
+    plain = Choice(0, TOKENIZER, [A, B], has_logprobs=False, echo="ab")
+    assert plain.begin() == Piece(0, "ab", [])
+
+
+def test_the_first_token_of_a_prompt_is_written_as_at_the_start():
+    """Fails if the start of a prompt is decoded as if a text stood before."""
+    words = dataclasses.replace(
+        TOKENIZER, decode=lambda ids: "".join(f" w{x}" for x in ids)[1:]
+    )
+    choice = Choice(0, words, [4, 5], has_logprobs=True, echo="w4 w5")
+    scores = Logprobs(np.zeros(1), np.zeros((1, 0)), np.zeros((1, 0)))
+    pieces = [choice.begin(), choice.read_prompt(scores)]
+    assert [x.text for piece in pieces for x in piece.tokens] == ["w4", " w5"]
 
 
 def test_a_token_keeps_the_space_that_a_decoder_drops_at_the_start():

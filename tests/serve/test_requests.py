@@ -71,6 +71,11 @@ def test_every_field_of_a_completion_is_read():
     assert completion(prompt="a", ignore_eos=True).sampling.end_ids == ()
     assert completion(prompt="a", top_k=-1).sampling.top_k == 0
     assert completion(prompt="a", echo=True).echoes
+    assert completion(prompt="a", echo=True).sampling.prompt_logprobs is None
+    assert completion(prompt="a", logprobs=2).sampling.prompt_logprobs is None
+    scored = completion(prompt="a", echo=True, logprobs=2, max_tokens=0).sampling
+    assert (scored.num_logprobs, scored.prompt_logprobs) == (2, 2)
+    assert scored.scores_alone
 
 
 def test_every_field_of_a_chat_is_read():
@@ -131,10 +136,16 @@ REFUSED = [
     (chat, {"messages": TALK, "functions": [1], "user": "me"},
      "functions=[1] is not supported; leave it out\n"
      "user='me' is not supported; leave it out"),
-    (completion, {"prompt": "a", "max_tokens": 0}, "max_tokens=0 is no integer from 1 "
-     "to 2147483647; write one in the range"),
+    (completion, {"prompt": "a", "max_tokens": 0}, "max_tokens=0 writes nothing; ask "
+     "for 1 or more, or for scores of the prompt by echo and logprobs"),
+    (completion, {"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens=0 writes "
+     "nothing; ask for 1 or more, or for scores of the prompt by echo and logprobs"),
+    (completion, {"prompt": "a", "max_tokens": 0, "echo": True}, "max_tokens=0 writes "
+     "nothing; ask for 1 or more, or for scores of the prompt by echo and logprobs"),
+    (completion, {"prompt": "a", "max_tokens": -1, "echo": True, "logprobs": 1},
+     "max_tokens=-1 is no integer from 0 to 2147483647; write one in the range"),
     (completion, {"prompt": "a", "max_tokens": True, "n": 1.0},
-     "max_tokens=True is no integer from 1 to 2147483647; write one in the range\n"
+     "max_tokens=True is no integer from 0 to 2147483647; write one in the range\n"
      "n=1.0 is no integer from 1 to 2147483647; write one in the range"),
     (completion, {"prompt": "a", "temperature": 2.5, "top_p": "1"},
      "temperature=2.5 is no number from 0 to 2; write one in the range\n"
@@ -145,8 +156,6 @@ REFUSED = [
      'list of texts; write one, such as ["\\n"]'),
     (completion, {"prompt": "a", "stop": ["a"] * 65}, f"stop={['a'] * 65} has 65 "
      "texts; give at most 64"),
-    (completion, {"prompt": "a", "echo": True, "logprobs": 1}, "echo=True with "
-     "logprobs is not supported; leave one of them out"),
     (completion, {"prompt": "a", "logprobs": 21}, "logprobs=21 is no integer from 0 to "
      "20; write one in the range"),
     (completion, {"prompt": "a", "stream_options": {}}, "stream_options={} needs a "

@@ -200,6 +200,8 @@ class Loop:
         self.slots = self.scheduler.slots
         self.device = Device(num_pages, page_size, max_rows)
         self.lag, self.flying, self.plans = lag, collections.deque(), []
+        self.scored = collections.defaultdict(list)
+        """Places of each prompt whose scores have come, in order."""
 
     def add(self, *args, **options):
         return self.scheduler.add(Sequence(*args, **options))
@@ -235,6 +237,12 @@ class Loop:
     def accept(self):
         oldest = self.flying.popleft()
         results = self.scheduler.accept(oldest, self.device.run(oldest))
+        for sequence, _, _, scored in results:
+            for chunk, tokens in scored:
+                assert oldest.chunks.num_best[chunk] == sequence.prompt_logprobs
+                first, count = (x[chunk] for x in oldest.chunks[1:3])
+                places = np.arange(first + 1, first + count + 1)[tokens]
+                self.scored[sequence] += places.tolist()
         self.check()
         return results
 
@@ -276,7 +284,8 @@ class Loop:
             assert part.drafts.shape == (count, num_drafts)
             assert ((part.slots == self.slots.max_rows) == (part.counts == 0)).all()
             assert (part.ends <= (part.counts > 0)).all()
-            dtypes = [x.dtype.name for x in (plan.table, *part)]
+            assert part.num_best is None or part.num_best.shape == (count,)
+            dtypes = [x.dtype.name for x in (plan.table, *part[:5])]
             assert dtypes == ["int32"] * 4 + ["bool", "int32"]
 
     def check_writes(self, plan, published):

@@ -46,6 +46,7 @@ _SAMPLING = (
     "frequency_penalty",
     "num_samples",
     "num_logprobs",
+    "prompt_logprobs",
     "seed",
 )
 """Flags that are settings of `Sampling` under the same names, besides `stop`."""
@@ -107,7 +108,8 @@ def read_sampling(given: flags.FlagValues) -> Sampling:
         if problems := sampling.problems(vocab_size=sys.maxsize):
             raise ConfigError(*problems)
     if not given.output:
-        refuse_flags(given, ["num_logprobs"], "has no effect without --output")
+        names = ["num_logprobs", "prompt_logprobs"]
+        refuse_flags(given, names, "has no effect without --output")
     return sampling
 
 
@@ -211,6 +213,11 @@ def record_of(prompt: Prompt, text: Text) -> dict[str, Any]:
         record["logprobs"] = text.logprobs
     if text.best is not None:
         record["best"] = text.best
+    if text.prompt_logprobs is not None:
+        record["prompt_ids"] = text.prompt_ids
+        record["prompt_logprobs"] = text.prompt_logprobs
+    if text.prompt_best is not None:
+        record["prompt_best"] = text.prompt_best
     return record
 
 
@@ -305,6 +312,12 @@ GENERATE = Command(
         integer(
             "num_logprobs",
             "Likely tokens of each place to write beside the chosen one.",
+            None,
+        ),
+        integer(
+            "prompt_logprobs",
+            "Likely tokens of each place of the prompt to write beside the prompt's "
+            "token; --max_new_tokens=0 then writes no text.",
             None,
         ),
         integer("seed", "Seed of the draws.", 0, lower_bound=0),

@@ -16,7 +16,7 @@ import numpy as np
 
 from zjax.generation.chunks import Chunks, batch_of
 from zjax.generation.pages import attend
-from zjax.generation.passes import Reader, Rows, choose, lay_chunks, scored_tokens
+from zjax.generation.passes import Reader, Rows, lay_chunks, score_and_choose
 from zjax.generation.plan import Pieces
 from zjax.generation.programs import History, page_bytes, read_in_turn
 from zjax.generation.sampling import Chosen
@@ -80,10 +80,9 @@ class UnitPrograms:
         rows: Rows,
         pieces: Sequence[Pieces],
     ) -> Any:
-        stream = scored_tokens(parts, pieces, carry)
         params = gathered(head, self._rows["head"])
-        scores = self.reader.continuation.score(params, stream)
-        return choose(scores, history, rows, pieces)
+        score = functools.partial(self.reader.continuation.score, params)
+        return score_and_choose(score, parts, carry, history, rows, pieces)
 
 
 class UnitDecoder:

@@ -1,7 +1,7 @@
 """Engine: many requests through few programs, without waiting for the devices."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,14 @@ import numpy as np
 from zjax.generation.passes import Rows
 from zjax.generation.plan import Pieces, Plan, lay_tasks
 from zjax.generation.programs import Passes
-from zjax.generation.sampling import GREEDY, Chosen, Sampling, SamplingRows, rows_of
+from zjax.generation.sampling import (
+    GREEDY,
+    Chosen,
+    Logprobs,
+    Sampling,
+    SamplingRows,
+    rows_of,
+)
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 
@@ -36,6 +43,9 @@ class News(NamedTuple):
     best_ids: np.ndarray
     """int32[n, N], most likely tokens."""
     best_logprobs: np.ndarray
+    prompt: Logprobs | None = None
+    """Of the next tokens of the prompt, NumPy arrays; None if nothing is new. The first
+    token of a prompt, which nothing predicts, is left out."""
 
 
 class Engine:
@@ -93,7 +103,8 @@ class Engine:
             News(
                 result.sequence,
                 result.tokens,
-                *(x[: len(result.tokens), result.column] for x in found[1:]),
+                *(x[: len(result.tokens), result.column] for x in found[1:4]),
+                prompt=_join_scores(found.prompt, result.scored),
             )
             for result in results
         ]
@@ -142,8 +153,19 @@ def _fetch(plan: Plan, chosen: Chosen) -> Any:
     requests = (place.sequence.request for place in plan.places)
     if any(request.sampling.num_logprobs is not None for request in requests):
         return jax.device_get(chosen)
-    zeros = [np.zeros(x.shape, x.dtype) for x in chosen[1:]]
-    return type(chosen)._make([jax.device_get(chosen.tokens), *zeros])
+    zeros = [np.zeros(x.shape, x.dtype) for x in chosen[1:4]]
+    tokens, prompt = jax.device_get((chosen.tokens, chosen.prompt))
+    return Chosen._make([tokens, *zeros, prompt])
+
+
+def _join_scores(
+    prompt: Logprobs | None, scored: Collection[tuple[int, slice]]
+) -> Logprobs | None:
+    """Joins the new scores of the chunks of a sequence; None if there are none."""
+    if prompt is None or not scored:
+        return None
+    pieces = [[x[chunk, tokens] for x in prompt] for chunk, tokens in scored]
+    return Logprobs(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
 def _lay_rows(

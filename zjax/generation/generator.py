@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 
 from zjax.data.prompts import Given, Prompts, describe_prompt, is_ids, read_ids
@@ -51,6 +52,11 @@ class Text:
         logprobs: Natural logarithm of each token's probability; None unless asked for.
         best: Most likely tokens at each place, with logarithms of probabilities; None
             unless asked for.
+        prompt_ids: Tokens of the prompt; None unless `prompt_logprobs` are asked for.
+        prompt_logprobs: Natural logarithm of the probability of each token of the
+            prompt after the tokens before; None for the first, and unless asked for.
+        prompt_best: Most likely tokens at each place of the prompt, as `best`; None for
+            the first, and unless asked for.
     """
 
     prompt: int
@@ -60,6 +66,9 @@ class Text:
     finish_reason: str
     logprobs: list[float] | None = None
     best: list[dict[int, float]] | None = None
+    prompt_ids: list[int] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_best: list[dict[int, float] | None] | None = None
 
 
 class Generator:
@@ -382,9 +391,10 @@ class Generator:
         self, prompt: Given, ids: list[int], sampling: Sampling, *, is_streamed: bool
     ) -> Ticket:
         """Makes the ticket of a request, or refuses the request."""
-        room = max(self.max_length - len(ids), 0)
-        num_new = sampling.max_new_tokens or room
-        sampling = dataclasses.replace(sampling, max_new_tokens=num_new)
+        scores_alone = sampling.scores_alone
+        if not sampling.max_new_tokens and not scores_alone:
+            room = max(self.max_length - len(ids), 0)
+            sampling = dataclasses.replace(sampling, max_new_tokens=room)
         # Of the caller: a tokenizer may have more end ids than a request may name.
         problems = [
             *_id_problems(prompt, ids, self.config.vocab_size),
@@ -399,11 +409,14 @@ class Generator:
                 frozenset(sampling.end_ids or ()),
                 is_streamed=is_streamed,
                 salt=salt_of(self.config, len(ids), sampling.max_new_tokens),
+                # Samples have one prompt.
+                prompt_logprobs=None if number else sampling.prompt_logprobs,
                 request=Request(sampling, number),
             )
             for number in range(max(sampling.num_samples, 1))
         ]
-        size_problems = [*prompt_problems(prompt, ids, self.max_length)]
+        least = 0 if scores_alone else 1
+        size_problems = [*prompt_problems(prompt, ids, self.max_length, num_new=least)]
         problems += size_problems or self._scheduler.find_problems(samples[0])
         if sampling.stop and self._prompts is None:
             remedy = "give end_ids"
@@ -423,7 +436,8 @@ class Generator:
         news: list[list[Delta]] = [[] for _ in ticket.sequences]
         for delta in ticket:
             news[delta.sample].append(delta)
-        return [_join(number, ticket.sampling, deltas) for deltas in news]
+        scores = _join_prompt(ticket, news[0])
+        return [_join(number, ticket.sampling, deltas, scores) for deltas in news]
 
     def _collect_first(
         self, flying: collections.deque[tuple[int, Ticket]]
@@ -445,16 +459,18 @@ def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
         yield Problem("prompt", describe_prompt(prompt), problem, remedy)
 
 
-def _join(number: int, sampling: Sampling, deltas: list[Delta]) -> Text:
-    """Joins all news of one text."""
+def _join(
+    number: int, sampling: Sampling, deltas: list[Delta], scores: dict[str, Any]
+) -> Text:
+    """Joins all news of one text with the scores of the prompt."""
     logprobs = best = None
     if sampling.num_logprobs is not None:
         logprobs = [float(x) for delta in deltas for x in delta.logprobs]
     if sampling.num_logprobs:
         best = [
-            dict(zip(ids.tolist(), values.tolist(), strict=True))
+            each
             for delta in deltas
-            for ids, values in zip(delta.best_ids, delta.best_logprobs, strict=True)
+            for each in _pair(delta.best_ids, delta.best_logprobs)
         ]
     return Text(
         prompt=number,
@@ -464,4 +480,29 @@ def _join(number: int, sampling: Sampling, deltas: list[Delta]) -> Text:
         finish_reason=deltas[-1].finish_reason or "abort",
         logprobs=logprobs,
         best=best,
+        **scores,
     )
+
+
+def _join_prompt(ticket: Ticket, deltas: list[Delta]) -> dict[str, Any]:
+    """Joins the scores of the prompt, which come with sample 0, as fields of `Text`."""
+    num_best = ticket.sampling.prompt_logprobs
+    if num_best is None:
+        return {}
+    found = [delta.prompt for delta in deltas if delta.prompt is not None]
+    # Nothing predicts the first token.
+    logprobs, best = [None], [None]
+    for scores in found:
+        logprobs += scores.logprobs.tolist()
+        best += _pair(scores.best_ids, scores.best_logprobs)
+    return {
+        "prompt_ids": ticket.prompt_ids,
+        "prompt_logprobs": logprobs,
+        "prompt_best": best if num_best else None,
+    }
+
+
+def _pair(ids: np.ndarray, logprobs: np.ndarray) -> list[dict[int, float]]:
+    """Returns the most likely tokens of each place, with log-probabilities."""
+    places = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [dict(zip(*place, strict=True)) for place in places]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,11 @@ from zjax.generation.plan import Given, Pieces
 from zjax.generation.sampling import (
     MAX_LOGPROBS,
     Chosen,
+    Logprobs,
     SamplingRows,
     choose_tokens,
+    find_logprobs,
+    or_zeros,
 )
 from zjax.generation.speculation import verify
 from zjax.jaxprs.versions import dtype_promotion
@@ -27,6 +30,9 @@ from zjax.models.stack import Decoder
 from zjax.sharding.activations import pin_everywhere
 from zjax.sharding.layers import layers_of
 from zjax.typing import Continuation, Params, Segment, Stack
+
+Score = Callable[[Float[Array, "N 1 M"]], Float[Array, "N V"]]
+"""Returns the logits of the token behind each token of a stream."""
 
 
 class Rows(NamedTuple):
@@ -189,9 +195,58 @@ def run_pass(
     """
     parts = lay_chunks(history, rows, pieces, sizes)
     stream, caches = reader.read(weights, caches, parts)
-    stream = scored_tokens(parts, pieces, stream)
-    scores = reader.continuation.score(weights.head, stream)
-    return caches, *choose(scores, history, rows, pieces)
+    score = functools.partial(reader.continuation.score, weights.head)
+    return caches, *score_and_choose(score, parts, stream, history, rows, pieces)
+
+
+def score_and_choose(
+    score: Score,
+    parts: Sequence[Chunks],
+    stream: Float[Array, "N 1 M"],
+    history: Int[Array, "slots S"],
+    rows: Rows,
+    pieces: Sequence[Pieces],
+) -> tuple[Int[Array, "slots S"], Chosen]:
+    """Chooses new tokens as `choose`, and scores the prompts of pieces that ask."""
+    logits = score(chosen_from(parts, pieces, stream))
+    updated, chosen = choose(logits, history, rows, pieces)
+    if pieces[-1].num_best is None:
+        return updated, chosen
+    chunks = split_tokens(parts, stream[:, None])[-1]
+    prompt = score_prompts(score, chunks, history, pieces[-1])
+    return updated, chosen._replace(prompt=prompt)
+
+
+def score_prompts(
+    score: Callable[[Any], Float[Array, "T V"]],
+    chunks: Any,
+    history: Int[Array, "slots S"],
+    pieces: Pieces,
+) -> Logprobs:
+    """Finds log-probabilities of the tokens that follow the T tokens of each chunk.
+
+    `score` maps an entry of `chunks`, arrays of which the first is [C, T, ...], to the
+    logits behind each token. A chunk that asks for nothing is not scored.
+    """
+    assert pieces.num_best is not None
+    size = jax.tree.leaves(chunks)[0].shape[1]
+    places = pieces.starts[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None]
+    places = jnp.minimum(places, history.shape[1] - 1)
+    tokens = history[pieces.slots[:, None], places]
+
+    def find(chunk: Any, tokens: jax.Array, number: jax.Array) -> Logprobs:
+        logits = score(chunk).astype(jnp.float32)
+        most = min(MAX_LOGPROBS, logits.shape[1])
+        numbers = jnp.full(size, number, jnp.int32)
+        return find_logprobs(logits, tokens, numbers, num_best=most)
+
+    def find_if_asked(inputs: tuple[Any, jax.Array, jax.Array]) -> Logprobs:
+        return or_zeros(inputs[-1] >= 0, find, *inputs)
+
+    # One chunk at a time: pages leave no memory for the logits of all chunks.
+    inputs = chunks, tokens, jnp.asarray(pieces.num_best)
+    found = jax.lax.map(find_if_asked, inputs)
+    return jax.tree.map(pin_everywhere, found)
 
 
 def run_steps(
@@ -245,7 +300,7 @@ def lay_chunks(
     return tuple(map(lay, pieces, sizes))
 
 
-def scored_tokens(
+def chosen_from(
     parts: Sequence[Chunks], pieces: Sequence[Pieces], stream: Float[Array, "N 1 M"]
 ) -> Float[Array, "N2 1 M"]:
     """Selects the tokens of a pass behind which a token is chosen.

@@ -15,6 +15,9 @@ Given = Any
 """Arrays of the host, or on the devices; plans know NumPy alone."""
 
 
+_NO_POSITION = range(0)
+
+
 class Size(NamedTuple):
     """Shape of a compiled pass; a pass with drafts has no chunks."""
 
@@ -54,6 +57,9 @@ class Pieces(NamedTuple):
     """Whether a new token follows: the piece has the last token of the slot."""
     drafts: Int[Given, "C D"]
     """Tokens that may follow the last token; D is 0 in a pass without drafts."""
+    num_best: Int[Given, " C"] | None = None
+    """Most likely tokens to find behind each token of a chunk, -1 to score none of the
+    tokens; None if the pass scores no prompt, which is another program."""
 
     @property
     def num_drafts(self) -> int:
@@ -79,16 +85,28 @@ class Task(NamedTuple):
     """New tokens; a chunk yields 1 at the end of the prompt, else 0."""
     drafts: List[int] = ()
     """Drafts among the tokens."""
+    num_best: int = -1
+    """Most likely tokens to find behind each token of a chunk; -1 scores no token."""
+
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt behind which a token is scored."""
+        if self.num_best < 0:
+            return _NO_POSITION
+        end = min(self.start + self.num_tokens, len(self.sequence.prompt))
+        return range(self.start, end)
 
 
 class Place(NamedTuple):
-    """Place of the new tokens of a sequence among the results of a pass."""
+    """Place of what a pass adds to a sequence among the results of the pass."""
 
     sequence: Sequence
     column: int
     """Lane, or number of lanes plus the chunk."""
     num_new: int
     """New tokens, from the first step on; with drafts the most that may come."""
+    scored: range = _NO_POSITION
+    """Positions of the prompt behind which the chunk scores a token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +123,8 @@ class Plan:
             is the array of the previous plan if no page has changed.
         admitted: Slots with a new owner; the engine sets the slots before the pass,
             with all tokens that the sequence has.
-        places: Places of new tokens in the results.
+        places: Places of new tokens and scored tokens in the results; the places of a
+            sequence are adjacent, in the order of the tokens.
     """
 
     number: int
@@ -131,16 +150,19 @@ def lay_tasks(
     ends[: len(tasks)] = [task.num_new > 0 for task in tasks]
     for number, task in enumerate(tasks):
         drafts[number, : len(task.drafts)] = task.drafts
-    return Pieces(slots, starts, counts, ends, drafts)
+    num_best = np.full(num_pieces, -1, np.int32)
+    num_best[: len(tasks)] = [task.num_best for task in tasks]
+    scores = any(task.num_best >= 0 for task in tasks)
+    return Pieces(slots, starts, counts, ends, drafts, num_best if scores else None)
 
 
 def find_places(
     lanes: List[Task], chunks: List[Task], num_lanes: int
 ) -> tuple[Place, ...]:
-    """Returns the places of all new tokens."""
+    """Returns the places of all new tokens, and of scored tokens of prompts."""
     columns = [*enumerate(lanes), *enumerate(chunks, start=num_lanes)]
     return tuple(
-        Place(task.sequence, column, task.num_new)
+        Place(task.sequence, column, task.num_new, task.scored)
         for column, task in columns
-        if task.num_new
+        if task.num_new or task.scored
     )

@@ -126,6 +126,7 @@ class Programs:
         several = not mesh.empty and mesh.size > 1
         self._is_alone = several and jax.default_backend() == "cpu"
         self._compiling: dict[Any, concurrent.futures.Future[Any]] = {}
+        self._scores_prompts = False
 
     def remember(self, slot: int, tokens: np.ndarray) -> None:
         """Stores the tokens of a row that begins in a slot."""
@@ -147,6 +148,7 @@ class Programs:
         started = self._compiling.pop((_shape_of(pieces), num_steps), None)
         if started is not None:
             started.result()
+        self._log_scores(pieces)
         run, inputs = self._program(rows, pieces, sizes, num_steps)
         results = run(*inputs)
         self._caches, self._history.tokens, chosen = results
@@ -160,6 +162,13 @@ class Programs:
         """Drops what has not begun to compile: a process would end later for it."""
         for started in self._compiling.values():
             started.cancel()
+
+    def _log_scores(self, pieces: Sequence[Pieces]) -> None:
+        """Logs once that requests wait for the program that scores prompts."""
+        if not self._scores_prompts and pieces[-1].num_best is not None:
+            self._scores_prompts = True
+            text = "text: compiling the pass that scores prompts, for the first request"
+            logging.info("%s with prompt_logprobs", text)
 
     def _program(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int

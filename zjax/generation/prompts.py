@@ -130,12 +130,14 @@ def longest_text(config: schema.Model) -> tuple[str, int]:
     return (name, longest) if longest > config.max_length else row
 
 
-def prompt_problems(prompt: Given, ids: Sized, longest: int) -> Iterator[Problem]:
-    """Yields the problem of a prompt that is empty, or leaves no room for a token."""
+def prompt_problems(
+    prompt: Given, ids: Sized, longest: int, *, num_new: int = 1
+) -> Iterator[Problem]:
+    """Yields the problem of a prompt that is empty, or too long for new tokens."""
     if not len(ids):
         problem, remedy = "has no token", "give one token or more"
         yield Problem("prompt", describe_prompt(prompt), problem, remedy)
-    elif len(ids) >= longest:
+    elif len(ids) + num_new > longest:
         problem = f"has {len(ids)} tokens, and prompt and text together have at "
         problem += f"most {longest}"
         yield Problem("prompt", describe_prompt(prompt), problem, "shorten it")

@@ -15,10 +15,10 @@ from absl import logging
 from jaxtyping import Array, Float, Int
 
 from zjax.errors import ConfigError, Problem
-from zjax.generation.passes import Rows, choose
+from zjax.generation.passes import Rows, choose, score_prompts
 from zjax.generation.plan import Pieces, lay_tasks
 from zjax.generation.programs import History, read_in_turn
-from zjax.generation.sampling import MAX_LOGPROBS, Chosen
+from zjax.generation.sampling import MAX_LOGPROBS, Chosen, Logprobs
 from zjax.generation.sizes import sizes_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.processes.barrier import describe_error
@@ -92,6 +92,8 @@ class RecomputedPasses:
         # Made here: programs end with the generator, and do not hold its model.
         static = "length", "num_columns"
         self._program = jax.jit(self._run, donate_argnums=1, static_argnames=static)
+        static = "length", "size"
+        self._score_program = jax.jit(self._score, static_argnames=static)
 
     def remember(self, slot: int, tokens: np.ndarray) -> None:
         """Stores the tokens of a row that begins in a slot."""
@@ -110,7 +112,10 @@ class RecomputedPasses:
         def read(pieces):
             return self._read_once(rows, _join(pieces))
 
-        return read_in_turn(read, pieces, sizes, num_steps)
+        chosen = read_in_turn(read, pieces, sizes, num_steps)
+        if pieces[-1].num_best is None:
+            return chosen
+        return chosen._replace(prompt=self._score_once(pieces[-1], sizes[-1]))
 
     def rest(self) -> None:
         """Does nothing: all weights stay on the devices."""
@@ -129,7 +134,7 @@ class RecomputedPasses:
         num_rows = next(x for x in self._num_rows if x >= len(columns))
         length = (pieces.starts + pieces.counts)[columns].max()
         fill, no_slot = num_rows - len(columns), self._history.tokens.shape[0] - 1
-        padded = Pieces(*(x[columns] for x in pieces))
+        padded = Pieces(*(x[columns] for x in pieces[:5]))
         padded = _join([padded, lay_tasks([], fill, no_slot, pieces.num_drafts)])
         self._history.tokens, chosen = self._program(
             self._model.weights,
@@ -142,6 +147,38 @@ class RecomputedPasses:
         )
         # Collectives of two programs would share the threads of simulated devices.
         return jax.block_until_ready(chosen) if self._is_alone else chosen
+
+    def _score_once(self, pieces: Pieces, size: int) -> Logprobs:
+        """Scores the tokens of chunks of up to `size` tokens that ask for it."""
+        length = int((pieces.starts + pieces.counts).max())
+        prompt = self._score_program(
+            self._model.weights,
+            self._history.tokens,
+            pieces,
+            length=min(_padded(length), self._max_length),
+            size=size,
+        )
+        return jax.block_until_ready(prompt) if self._is_alone else prompt
+
+    def _score(
+        self,
+        weights: Any,
+        history: Int[Array, "slots S"],
+        pieces: Pieces,
+        *,
+        length: int,
+        size: int,
+    ) -> Logprobs:
+        """Reads the text of each chunk up to the chunk's end; see `score_prompts`."""
+        places = pieces.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        chunks = jnp.minimum(places, length - 1), history[pieces.slots, :length]
+
+        def score(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+            places, tokens = chunk
+            return self._model.score(weights, pin_rows(tokens[None]))[0, places]
+
+        with dtype_promotion():
+            return score_prompts(score, chunks, history, pieces)
 
     def _run(
         self,
@@ -182,7 +219,8 @@ class RecomputedPasses:
 
 def _join(pieces: Sequence[Pieces]) -> Pieces:
     """Joins pieces of the host; chunks of prompts have no drafts, as lanes beside."""
-    return Pieces(*map(np.concatenate, zip(*pieces, strict=True)))
+    fields = zip(*(piece[:5] for piece in pieces), strict=True)
+    return Pieces(*map(np.concatenate, fields))
 
 
 def _lay_texts(

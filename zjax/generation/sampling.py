@@ -38,7 +38,7 @@ class Sampling:
 
     Args:
         max_new_tokens: Largest number of tokens to write, 0 or more; 0 writes up to the
-            longest text of the model.
+            longest text of the model, or nothing with `prompt_logprobs`.
         temperature: Divisor of the logits, 0 or 1e-5 and more; 0 takes the most likely
             token, without filters.
         top_k: Number of most likely tokens to draw from, 0 to the vocabulary; 0 is all.
@@ -62,6 +62,9 @@ class Sampling:
         filtered_logprobs: Whether log-probabilities are of the distribution that is
             drawn from, in place of the model's; without temperature and filters where
             the temperature is 0.
+        prompt_logprobs: Number of most likely tokens that are returned with their
+            log-probabilities at each place of the prompt, 0 to 20, beside the token of
+            the prompt; of the model's distribution. None returns none.
 
     Raises:
         ConfigError: A setting is no number, no ids, or no texts.
@@ -94,11 +97,17 @@ class Sampling:
     stop: tuple[str, ...] = ()
     num_logprobs: int | None = None
     filtered_logprobs: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         # The thread of a generator would fail, and end the texts of all requests.
         if problems := [*_type_problems(self)]:
             raise ConfigError(*problems)
+
+    @property
+    def scores_alone(self) -> bool:
+        """Whether the prompt is scored, and nothing is written."""
+        return self.prompt_logprobs is not None and self.max_new_tokens == 0
 
     def problems(self, vocab_size: int) -> list[Problem]:
         """Finds the settings that cannot work with a vocabulary.
@@ -119,6 +128,7 @@ class Sampling:
 
 
 _INTEGERS = "max_new_tokens", "top_k", "min_new_tokens", "num_samples", "seed"
+_OPTIONAL_INTEGERS = "num_logprobs", "prompt_logprobs"
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -131,7 +141,7 @@ _NUMBERS = (
 
 def _type_problems(sampling: Sampling) -> Iterator[Problem]:
     """Yields problems of settings that are no numbers, no ids, or no texts."""
-    optional = ["num_logprobs"] if sampling.num_logprobs is not None else []
+    optional = [x for x in _OPTIONAL_INTEGERS if getattr(sampling, x) is not None]
     for name in (*_INTEGERS, *optional):
         value = getattr(sampling, name)
         if not isinstance(value, numbers.Integral):
@@ -167,7 +177,7 @@ def _count_problems(sampling: Sampling) -> Iterator[Problem]:
         yield Problem("max_new_tokens", longest, "is negative", remedy)
     if least < 0:
         yield Problem("min_new_tokens", least, "is negative", "use 0 for none")
-    if 0 < longest < least:
+    if (longest > 0 or sampling.scores_alone) and longest < least:
         problem = f"is above max_new_tokens={longest}"
         yield Problem("min_new_tokens", least, problem, f"use at most {longest}")
     if sampling.num_samples < 1:
@@ -176,6 +186,9 @@ def _count_problems(sampling: Sampling) -> Iterator[Problem]:
         problem = "would be equal texts at temperature=0.0"
         remedy = "use 1, or a temperature above 0"
         yield Problem("num_samples", sampling.num_samples, problem, remedy)
+    elif sampling.num_samples > 1 and sampling.scores_alone:
+        problem = f"would be empty texts at max_new_tokens={longest}"
+        yield Problem("num_samples", sampling.num_samples, problem, "use 1")
     if not 0 <= sampling.seed < 2**32:
         remedy = "use 0 to 4294967295"
         yield Problem("seed", sampling.seed, "is no unsigned 32-bit number", remedy)
@@ -243,10 +256,12 @@ def _output_problems(sampling: Sampling, vocab_size: int) -> Iterator[Problem]:
         problem = "is no tuple of texts with a character or more"
         yield Problem("stop", sampling.stop, problem, "use () for none")
     most = min(MAX_LOGPROBS, vocab_size)
-    if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= most:
-        problem = f"is not between 0 and {most}"
-        remedy = "use None for no log-probabilities"
-        yield Problem("num_logprobs", sampling.num_logprobs, problem, remedy)
+    for name in _OPTIONAL_INTEGERS:
+        number = getattr(sampling, name)
+        if number is not None and not 0 <= number <= most:
+            problem = f"is not between 0 and {most}"
+            remedy = "use None for no log-probabilities"
+            yield Problem(name, number, problem, remedy)
 
 
 class SamplingRows(NamedTuple):
@@ -322,6 +337,19 @@ def _pad(lists: Sequence[Sequence[int]], width: int) -> Int32[np.ndarray, "R N"]
     return padded
 
 
+class Logprobs(NamedTuple):
+    """Natural log-probabilities of T tokens of C chunks, and the most likely tokens.
+
+    Arrays of NumPy or JAX. The most likely tokens that a chunk does not ask for have
+    log-probability 0.
+    """
+
+    logprobs: Float32[Any, "*C T"]
+    best_ids: Int32[Any, "*C T N"]
+    """Most likely tokens, the best first."""
+    best_logprobs: Float32[Any, "*C T N"]
+
+
 class Chosen(NamedTuple):
     """Chosen tokens of R rows, at one position or several, with log-probabilities.
 
@@ -334,6 +362,8 @@ class Chosen(NamedTuple):
     best_ids: Int32[Array, "*T R N"]
     """Most likely tokens, the best first."""
     best_logprobs: Float32[Array, "*T R N"]
+    prompt: Logprobs | None = None
+    """Of the token behind each token of a chunk; None in passes that score none."""
 
 
 def choose_tokens(
@@ -404,26 +434,38 @@ def _choose_as_asked(raw, rows, known, num_best):
         draws.any(), draw, lambda allowed: (greedy, allowed), allowed
     )
     scores = jnp.where(rows.filtered_logprobs[:, None], scores, raw)
-    describe = functools.partial(_log_probabilities, rows, num_best)
-    found = _or_zeros(rows.num_logprobs >= 0, describe, scores, tokens)
+    found = find_logprobs(scores, tokens, rows.num_logprobs, num_best=num_best)
     return Chosen(tokens, *found)
 
 
-def _log_probabilities(rows, num_best, scores, tokens):
-    """Returns log-probabilities of chosen tokens and of the most likely tokens."""
-    norms = jax.nn.logsumexp(scores, axis=1)
-    logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - norms
+def find_logprobs(
+    scores: Float32[Array, "R V"],
+    tokens: Int[Array, " R"],
+    num_asked: Int[Array, " R"],
+    *,
+    num_best: int,
+) -> Logprobs:
+    """Returns log-probabilities of a token of each row and of the most likely tokens.
+
+    A row asks for `num_asked` of `num_best` most likely tokens, or with -1 for nothing.
+    All log-probabilities are 0 where no row asks.
+    """
+
+    def describe(scores, tokens):
+        norms = jax.nn.logsumexp(scores, axis=1)
+        logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - norms
+        return logprobs, *or_zeros(num_asked > 0, rank, scores, norms)
 
     def rank(scores, norms):
-        best, best_ids = find_best(scores, num_best, rows.num_logprobs)
+        best, best_ids = find_best(scores, num_best, num_asked)
         places = jnp.arange(num_best, dtype=jnp.int32)[None]
-        is_asked = places < rows.num_logprobs[:, None]
+        is_asked = places < num_asked[:, None]
         return best_ids, jnp.where(is_asked, best - norms[:, None], 0)
 
-    return logprobs, *_or_zeros(rows.num_logprobs > 0, rank, scores, norms)
+    return Logprobs(*or_zeros(num_asked >= 0, describe, scores, tokens))
 
 
-def _or_zeros(asks, compute, *inputs):
+def or_zeros(asks, compute, *inputs):
     """Computes arrays if a row asks for them; else returns zeros in their form."""
 
     def zeros(*inputs):

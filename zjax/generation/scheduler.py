@@ -7,6 +7,7 @@ right decides where the next pass begins.
 """
 
 import bisect
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 
 from zjax.errors import ConfigError, Problem
 from zjax.generation.drafts import Speculator
-from zjax.generation.plan import Plan, Size, Task, find_places, lay_tasks
+from zjax.generation.plan import Place, Plan, Size, Task, find_places, lay_tasks
 from zjax.generation.pool import Pool
 from zjax.generation.sequence import Sequence
 from zjax.generation.slots import Slots
@@ -25,13 +26,16 @@ _USEFUL = 7 / 8
 
 
 class Result(NamedTuple):
-    """New tokens of a sequence."""
+    """New tokens and scores of a sequence."""
 
     sequence: Sequence
     column: int
     """Column of the tokens in the results of the pass, from the first step on."""
     tokens: list[int]
     """Up to the end of the sequence: later tokens of the column mean nothing."""
+    scored: tuple[tuple[int, slice], ...] = ()
+    """Chunks of the pass, with the tokens of each behind which the prompt goes on with
+    a token that had no score."""
 
 
 class Metrics(NamedTuple):
@@ -178,14 +182,16 @@ class Scheduler:
                 first wrong draft.
 
         Returns:
-            New tokens of each sequence.
+            New tokens and scores of each sequence.
         """
         assert plan.number == self._num_accepted, "passes are accepted in order"
         self._num_accepted += 1
         self._awaits_drafts = False
         columns = np.asarray(tokens).T.tolist()
         results = []
-        for sequence, column, num_pending in plan.places:
+        for sequence, group in itertools.groupby(plan.places, lambda x: x.sequence):
+            places = [*group]
+            column, num_pending = places[-1].column, places[-1].num_new
             new = [token for token in columns[column][:num_pending] if token >= 0]
             if plan.size.width > 1:
                 self._num_drafts += num_pending - 1
@@ -193,8 +199,9 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 continue
             sequence.num_pending -= num_pending
+            scored = _take_scores(places, plan.size.lanes) if places[0].scored else ()
             added = sequence.append(new)
-            results.append(Result(sequence, column, added))
+            results.append(Result(sequence, column, added, tuple(scored)))
             if sequence.slot is not None:
                 # Keys of rejected drafts are written again.
                 sequence.num_planned -= num_pending - len(new)
@@ -218,21 +225,22 @@ class Scheduler:
         num_prompt, num_new = len(sequence.prompt), sequence.max_new_tokens
         if num_prompt == 0:
             yield Problem("prompt", [], "has no token", "give one token or more")
-        if num_new < 1:
+        if num_new < 1 and sequence.prompt_logprobs is None:
             yield Problem("max_new_tokens", num_new, "is below 1", "ask for 1 or more")
         if num_prompt + num_new > self.max_length:
             problem = f"after {num_prompt} tokens is more than {self.max_length}"
             remedy = f"ask for {max(self.max_length - num_prompt, 0)} or fewer"
             remedy += ", or shorten the prompt"
             yield Problem("max_new_tokens", num_new, problem, remedy)
-        # The last token is not read.
-        num_pages = self.slots.num_pages(num_prompt + num_new - 1)
+        # The last token is not read, unless it is of the prompt.
+        num_pages = self.slots.num_pages(num_prompt + max(num_new - 1, 0))
         pool = self.slots.pool
         if num_pages >= pool.num_pages:  # one is the sink
             problem = f"after {num_prompt} tokens needs {num_pages} pages of "
             problem += f"{pool.page_size} tokens, and the cache has "
             problem += f"{pool.num_pages - 1}"
-            remedy = "ask for fewer, shorten the prompt, or enlarge the cache"
+            remedy = "shorten the prompt, or enlarge the cache"
+            remedy = f"ask for fewer, {remedy}" if num_new > 1 else remedy
             yield Problem("max_new_tokens", num_new, problem, remedy)
 
     def _reserve_lanes(self) -> list[Sequence]:
@@ -312,8 +320,12 @@ class Scheduler:
             start = sequence.num_planned
             count = min(self.chunk_size, sequence.num_to_read - start)
             sequence.num_planned += count
-            sequence.num_pending = int(not sequence.is_reading)
-            yield Task(sequence, sequence.slot, start, count, sequence.num_pending)
+            is_last = not sequence.is_reading and sequence.max_new_tokens > 0
+            sequence.num_pending = int(is_last)
+            task = Task(sequence, sequence.slot, start, count, sequence.num_pending)
+            if not sequence.is_scored and start + count > sequence.num_scored:
+                task = task._replace(num_best=sequence.prompt_logprobs)
+            yield task
             most -= 1
 
     def _awaits_pages(self, sequence: Sequence) -> bool:
@@ -364,3 +376,15 @@ class Scheduler:
             and (size.steps == 1 or not num_chunks)
         ]
         return min(fits, key=cost)
+
+
+def _take_scores(places: Iterable[Place], num_lanes: int) -> list[tuple[int, slice]]:
+    """Returns the chunks of a sequence with the tokens that have new scores."""
+    found = []
+    for place in places:
+        new = place.sequence.add_scores(place.scored)
+        # Behind the last token of the prompt stands a token of the text.
+        end = min(new.stop, len(place.sequence.prompt) - 1)
+        start = place.scored.start
+        found.append((place.column - num_lanes, slice(new.start - start, end - start)))
+    return found

@@ -17,13 +17,15 @@ class Sequence:
 
     Args:
         prompt: Token ids, 1 or more.
-        max_new_tokens: Most tokens to generate, 1 or more.
+        max_new_tokens: Most tokens to generate, 1 or more; 0 scores the prompt alone.
         end_ids: Ids that end the sequence; the id itself is a generated token.
         is_streamed: Whether somebody reads each token as it comes, so that passes
             yield one token at a time.
         salt: Everything besides the tokens that keys and values depend on: pages are
             shared by sequences of equal salt. A model whose positions depend on the
             length of the whole text needs one.
+        prompt_logprobs: Most likely tokens to find at each place of the prompt, beside
+            the log-probability of the token; None scores no token of the prompt.
         request: What the caller wants to find again; the scheduler does not read it.
 
     Attributes:
@@ -34,6 +36,7 @@ class Sequence:
             that there may be.
         num_to_read: Tokens that the host gives to the device: all that were known when
             the sequence got a slot. Later tokens are on the device.
+        num_scored: First tokens of the prompt behind which the host has scores.
         num_published: First pages that have been offered to other sequences.
         arrival: Number of the sequence in order of arrival.
         slot: Index of the state on the device; None while the sequence waits.
@@ -53,12 +56,14 @@ class Sequence:
     end_ids: abc.Set[int] = frozenset()
     is_streamed: bool = False
     salt: bytes = b""
+    prompt_logprobs: int | None = None
     request: Any = None
     tokens: list[int] = dataclasses.field(init=False)
     num_planned: int = dataclasses.field(default=0, init=False)
     num_pending: int = dataclasses.field(default=0, init=False)
     num_to_read: int = dataclasses.field(default=0, init=False)
     num_published: int = dataclasses.field(default=0, init=False)
+    num_scored: int = dataclasses.field(default=0, init=False)
     arrival: int = dataclasses.field(default=-1, init=False)
     slot: int | None = dataclasses.field(default=None, init=False)
     pages: list[int] = dataclasses.field(default_factory=list, init=False)
@@ -89,12 +94,34 @@ class Sequence:
         """Whether the device has the next token to read, and another is wanted."""
         return self.slot is not None and not self.is_reading and self.num_left > 0
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether no score of the prompt is wanted that the host does not have."""
+        return self.prompt_logprobs is None or self.num_scored == len(self.prompt)
+
+    @property
+    def num_reusable(self) -> int:
+        """Number of first tokens that need not be read where the cache has keys."""
+        # The last token yields the next one; a token to score yields the score.
+        return len(self.tokens) - 1 if self.is_scored else self.num_scored
+
     def keys(self, page_size: int) -> list[bytes]:
         """Returns the keys of all full pages of known tokens."""
         if len(self.tokens) // page_size > len(self._keys):
             known = self._keys
             self._keys = page_keys(self.tokens, page_size, known, salt=self.salt)
         return self._keys
+
+    def add_scores(self, positions: range) -> range:
+        """Counts positions of the prompt as scored; returns the new positions.
+
+        A sequence that was preempted may score positions twice.
+        """
+        new = range(max(positions.start, self.num_scored), positions.stop)
+        self.num_scored += len(new)
+        if self.max_new_tokens == 0 and self.is_scored:
+            self.finish_reason = "length"
+        return new
 
     def append(self, tokens: abc.Iterable[int]) -> list[int]:
         """Adds tokens up to the end of the sequence; returns the added tokens."""

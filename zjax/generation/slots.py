@@ -126,8 +126,7 @@ class Slots:
     def _keys_to_find(self, sequence: Sequence) -> list[bytes]:
         """Returns the keys of pages that the cache may supply."""
         keys = sequence.keys(self.pool.page_size)
-        # The last token is always read, as it yields the next token.
-        return keys[: (len(sequence.tokens) - 1) // self.pool.page_size]
+        return keys[: sequence.num_reusable // self.pool.page_size]
 
     def _add_pages(self, sequence: Sequence, pages: list[int]) -> None:
         """Appends pages to a sequence and the row of the table."""

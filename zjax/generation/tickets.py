@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int32
 
 from zjax.errors import DataError, Problem
 from zjax.generation.engine import News, Request
-from zjax.generation.sampling import Sampling
+from zjax.generation.sampling import Logprobs, Sampling
 from zjax.generation.sequence import Sequence
 from zjax.generation.text import TextStream
 
@@ -33,6 +33,9 @@ class Delta(NamedTuple):
     best_logprobs: Float32[np.ndarray, "n N"]
     finish_reason: str | None = None
     """`stop`, `length` or `abort` with the last delta of a text; None before."""
+    prompt: Logprobs | None = None
+    """Log-probabilities of the next tokens of the prompt, from the second token on, as
+    `Sampling.prompt_logprobs` asks; with sample 0, before its first token."""
 
 
 class Ticket:
@@ -131,8 +134,13 @@ class Ticket:
                 if is_over:
                     ids, reason = ids[:number], "stop"
                     break
-            text += stream.flush() if reason else ""
+            is_over = reason is not None and self.sampling.max_new_tokens > 0
+            text += stream.flush() if is_over else ""
         size, best = len(ids), self.sampling.num_logprobs or 0
+        prompt, num_best = news.prompt, self.sampling.prompt_logprobs or 0
+        if prompt is not None:
+            pairs = prompt.best_ids[:, :num_best], prompt.best_logprobs[:, :num_best]
+            prompt = Logprobs(prompt.logprobs, *pairs)
         return Delta(
             sample,
             text,
@@ -141,6 +149,7 @@ class Ticket:
             news.best_ids[:size, :best],
             news.best_logprobs[:size, :best],
             reason,
+            prompt,
         )
 
 

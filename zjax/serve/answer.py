@@ -1,7 +1,7 @@
 """Answers: texts of one request as one reply, or as a stream of chunks."""
 
 import asyncio
-import collections
+from collections.abc import Iterator
 
 from zjax.generation.tickets import Delta
 from zjax.serve.exchange import EVENTS, Exchange, write_event
@@ -39,6 +39,7 @@ class Answer:
                 service.tokenizer,
                 active.tickets[index // self._num_samples].prompt_ids,
                 has_logprobs=has_logprobs,
+                echo=self._echo_of(index),
             )
             for index in range(len(asked.prompts) * self._num_samples)
         ]
@@ -48,17 +49,16 @@ class Answer:
         if self._asked.is_streamed:
             await self._stream(exchange)
             return
-        pieces = collections.defaultdict[int, list[Piece]](list)
-
-        def take(number: int, delta: Delta) -> None:
-            piece = self._piece(number, delta)
+        pieces: list[list[Piece]] = [[] for _ in self._choices]
+        for piece in self._first_pieces():
             pieces[piece.choice].append(piece)
 
+        def take(number: int, delta: Delta) -> None:
+            for piece in self._pieces(number, delta):
+                pieces[piece.choice].append(piece)
+
         await self._service.read(self._active, take)
-        texts = [
-            join(pieces[choice.index], self._start_of(choice.index))
-            for choice in self._choices
-        ]
+        texts = [*map(join, pieces)]
         await exchange.reply(200, self._reply.whole(texts, self._usage()))
 
     async def _stream(self, exchange: Exchange) -> None:
@@ -89,15 +89,15 @@ class Answer:
                 raise Refusal(429, message, code="slow_reader")
 
         def take(number: int, delta: Delta) -> None:
-            piece = self._piece(number, delta)
-            if piece.text or piece.tokens or piece.finish_reason:
-                write(self._reply.chunk(piece))
+            for piece in self._pieces(number, delta):
+                if piece.text or piece.tokens or piece.finish_reason:
+                    write(self._reply.chunk(piece))
 
         try:
             for choice in self._choices:
                 write(self._reply.first(choice.index))
-                if start := self._start_of(choice.index):
-                    write(self._reply.chunk(Piece(choice.index, start, [])))
+            for piece in self._first_pieces():
+                write(self._reply.chunk(piece))
             await self._service.read(self._active, take)
             if self._asked.has_usage:
                 usage = self._usage()
@@ -105,14 +105,24 @@ class Answer:
         finally:
             outbox.close()
 
-    def _piece(self, number: int, delta: Delta) -> Piece:
-        """Reads the news of one text of a ticket."""
-        return self._choices[number * self._num_samples + delta.sample].read(delta)
+    def _first_pieces(self) -> Iterator[Piece]:
+        """Yields the prompts with which texts begin."""
+        for choice in self._choices:
+            if (piece := choice.begin()) is not None:
+                yield piece
 
-    def _start_of(self, index: int) -> str:
-        """Returns the text with which a text of the reply begins."""
+    def _pieces(self, number: int, delta: Delta) -> Iterator[Piece]:
+        """Yields the news of one text of a ticket, and of the prompt for all."""
+        first = number * self._num_samples
+        if delta.prompt is not None:
+            for choice in self._choices[first : first + self._num_samples]:
+                yield choice.read_prompt(delta.prompt)
+        yield self._choices[first + delta.sample].read(delta)
+
+    def _echo_of(self, index: int) -> str | None:
+        """Returns the prompt with which a text of the reply begins, if it does."""
         if not self._asked.echoes:
-            return ""
+            return None
         number = index // self._num_samples
         prompt = self._asked.prompts[number]
         if isinstance(prompt, str):

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zjax.data.tokenizer import Tokenizer
+from zjax.generation.sampling import Logprobs
 from zjax.generation.tickets import Delta
 
 
 class Token(NamedTuple):
-    """A written token, for a reply with log-probabilities."""
+    """A token of a text or a prompt, for a reply with log-probabilities."""
 
     text: str
-    logprob: float
+    logprob: float | None
+    """None for the first token of a prompt, which nothing predicts."""
     best: list[tuple[str, float]]
     """Most likely tokens at the place, the best first."""
     offset: int
@@ -39,6 +41,8 @@ class Choice:
         tokenizer: Tokenizer that decodes.
         prompt_ids: Ids before the text.
         has_logprobs: Whether the reply has log-probabilities.
+        echo: Prompt with which the text begins, which then has log-probabilities, too;
+            None begins with the text itself.
     """
 
     def __init__(
@@ -48,39 +52,59 @@ class Choice:
         prompt_ids: Sequence[int],
         *,
         has_logprobs: bool,
+        echo: str | None = None,
     ):
         self.index, self.num_tokens = index, 0
         self._decode, self._has_logprobs = tokenizer.decode, has_logprobs
         self._names = {x: name for name, x in tokenizer.special_tokens.items()}
-        self._last, self._offset = [*prompt_ids[-1:]], 0
+        self._echo, self._unread = echo, [*prompt_ids]
+        """Tokens of the prompt whose log-probabilities have not come."""
+        self._last = [*prompt_ids[-1:]] if echo is None else []
+        self._offset = 0
+
+    def begin(self) -> Piece | None:
+        """Returns the prompt as the first news of a reply; None without an echo."""
+        if self._echo is None:
+            return None
+        first = []
+        if self._has_logprobs:
+            token = self._unread.pop(0)
+            first = [Token(self._add(token, ""), None, [], 0)]
+        return Piece(self.index, self._echo, first)
+
+    def read_prompt(self, scores: Logprobs) -> Piece:
+        """Turns log-probabilities of the next tokens of the prompt into news."""
+        ids = self._unread[: len(scores.logprobs)]
+        del self._unread[: len(ids)]
+        return Piece(self.index, "", [*self._tokens(ids, scores)])
 
     def read(self, delta: Delta) -> Piece:
         """Turns a delta into news of a reply."""
         self.num_tokens += len(delta.ids)
-        tokens = [*self._tokens(delta)] if self._has_logprobs else []
+        scores = Logprobs(delta.logprobs, delta.best_ids, delta.best_logprobs)
+        tokens = [*self._tokens(delta.ids, scores)] if self._has_logprobs else []
         return Piece(self.index, delta.text, tokens, delta.finish_reason)
 
-    def _tokens(self, delta: Delta) -> Iterable[Token]:
-        """Yields the tokens of a delta with log-probabilities."""
-        rows = zip(
-            delta.ids,
-            delta.logprobs.tolist(),
-            delta.best_ids.tolist(),
-            delta.best_logprobs.tolist(),
-            strict=True,
-        )
+    def _tokens(self, ids: Sequence[int], scores: Logprobs) -> Iterable[Token]:
+        """Yields tokens with log-probabilities."""
+        rows = zip(ids, *(x.tolist() for x in scores), strict=True)
         for token, logprob, best_ids, best_logprobs in rows:
-            text = self._text_of(token)
-            best = zip(map(self._text_of, best_ids), best_logprobs, strict=True)
-            yield Token(text, logprob, [*best], self._offset)
-            self._last, self._offset = [token], self._offset + len(text)
+            before, offset = self._decode(self._last), self._offset
+            texts = [self._text_of(each, before) for each in best_ids]
+            best = [*zip(texts, best_logprobs, strict=True)]
+            yield Token(self._add(token, before), logprob, best, offset)
 
-    def _text_of(self, token: int) -> str:
-        """Returns the text that a token adds behind the last token."""
+    def _add(self, token: int, before: str) -> str:
+        """Goes on behind a token; returns the text that the token adds."""
+        text = self._text_of(token, before)
+        self._last, self._offset = [token], self._offset + len(text)
+        return text
+
+    def _text_of(self, token: int, before: str) -> str:
+        """Returns the text that a token adds behind the last token, `before`."""
         if token in self._names:
             return self._names[token]
         # Many decoders drop a space before the first token.
-        before = self._decode(self._last)
         whole = self._decode([*self._last, token])
         if whole.startswith(before):
             return whole[len(before) :]
@@ -150,9 +174,9 @@ class Reply:
         return {"index": piece.choice} | write(piece) | end
 
 
-def join(pieces: Sequence[Piece], start: str) -> Piece:
-    """Joins all news of one text behind the text `start`."""
-    text = start + "".join(piece.text for piece in pieces)
+def join(pieces: Sequence[Piece]) -> Piece:
+    """Joins all news of one text."""
+    text = "".join(piece.text for piece in pieces)
     tokens = [token for piece in pieces for token in piece.tokens]
     return Piece(pieces[-1].choice, text, tokens, pieces[-1].finish_reason)
 
@@ -176,8 +200,10 @@ def _completion_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     }
 
 
-def _top(token: Token) -> dict[str, float]:
-    """Returns the most likely tokens and the written token, the best first."""
+def _top(token: Token) -> dict[str, float] | None:
+    """Returns the most likely tokens and the token itself, the best first."""
+    if token.logprob is None:
+        return None
     top = dict[str, float]()
     for text, logprob in (*token.best, (token.text, token.logprob)):
         top.setdefault(text, logprob)  # parts of characters have one text
@@ -194,7 +220,7 @@ def _chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _named(text: str, logprob: float) -> dict[str, Any]:
+def _named(text: str, logprob: float | None) -> dict[str, Any]:
     """Writes a token with bytes; None for a part of a character."""
     known = None if "\ufffd" in text else [*text.encode()]
     return {"token": text, "logprob": logprob, "bytes": known}

@@ -38,6 +38,7 @@ _COMMON_NAMES = {
 COMPLETION_NAMES = _COMMON_NAMES | {
     "max_new_tokens": "max_tokens",
     "num_logprobs": "logprobs",
+    "prompt_logprobs": "logprobs",
 }
 CHAT_NAMES = _COMMON_NAMES | {
     "chat": "messages",
@@ -108,14 +109,16 @@ def read_completion(
     stream = _read_stream(fields)
     echoes = fields.take("echo", SWITCH, False)
     num_logprobs = fields.take("logprobs", integers(0, MAX_LOGPROBS))
-    if echoes and num_logprobs is not None:
-        remedy = "leave one of them out"
-        fields.refuse("echo", True, "with logprobs is not supported", remedy)
+    num_tokens = fields.take("max_tokens", integers(0, _MAX_INT), DEFAULT)
+    if num_tokens == 0 and (num_logprobs is None or not echoes):
+        remedy = "ask for 1 or more, or for scores of the prompt by echo and logprobs"
+        fields.refuse("max_tokens", 0, "writes nothing", remedy)
     sampling = _read_sampling(
         fields,
         end_ids,
-        max_new_tokens=fields.take("max_tokens", TOKENS, DEFAULT),
+        max_new_tokens=num_tokens,
         num_logprobs=num_logprobs,
+        prompt_logprobs=num_logprobs if echoes else None,
     )
     special_tokens = fields.take("special_tokens", SWITCH, False)
     fields.close(COMPLETION_WITHOUT_EFFECT)
