@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels import warpgroups
-from zjax_kernels.decode.mosaic_gpu.memory import CHUNK, Memory, Rows
+from zjax_kernels.decode.mosaic_gpu.memory import CHUNK, Memory, Rows, rows_layout
 from zjax_kernels.decode.mosaic_gpu.merge import merge_splits
 from zjax_kernels.decode.mosaic_gpu.work import STEP, TILE, Sizes, Split, find_split
 from zjax_kernels.decode.reference import Cache, Options
@@ -46,14 +46,17 @@ def paged_attention(
         q_ref, sinks_ref, *refs = inputs
         (out_ref,) = outputs
         # The interpreter runs one kernel after another.
-        if options.early and interpret is None:
+        early = options.early and interpret is None
+        if early:
             warpgroups.start_next()
-            warpgroups.wait_for_last()
         refs, memory = Cache(*refs), scratch.of(sizes, interpret)
         split = index(lax.axis_index(CLUSTER) if sizes.splits > 1 else 0)
         item = lax.axis_index("program")
         place = find_split(sizes, options.window, refs.starts, refs.counts, item, split)
         program = _Program(sizes, options, place, refs, memory, Arithmetic(interpret))
+        program.start_settled()
+        if early:
+            warpgroups.wait_for_last()
         program.start(q_ref)
         parts = program.exchange(*program.attend())
         program.store(program.merge(parts, sinks_ref), out_ref)
@@ -92,17 +95,26 @@ class _Program:
     memory: Memory
     arithmetic: Arithmetic
 
-    def start(self, q_ref: Any) -> None:
-        """Starts to copy the queries, and the first keys and values."""
+    def start_settled(self) -> None:
+        """Starts to copy the first keys and values that older kernels have written."""
         steps = [index(step) for step in range(self.sizes.tuning.stages)]
         # All at once: copies between the reads would wait for one after another.
         pages = [self.read_pages(step) for step in steps]
+        for step, numbers in zip(steps, pages, strict=True):
+            self.copy_both(step, numbers, self.place.num_settled)
+
+    def start(self, q_ref: Any) -> None:
+        """Starts to copy the queries, and what is left of the first keys and values."""
         for number, rows in enumerate(self.memory.q):
             for place, target in self.boxes(rows, number * CHUNK):
                 plgpu.copy_gmem_to_smem(q_ref.at[place], target, self.memory.q_ready)
-        for step, numbers in zip(steps, pages, strict=True):
-            self.copy("keys", step, numbers)
-            self.copy("values", step, numbers)
+        stages = index(self.sizes.tuning.stages)
+
+        # Seldom any: a loop keeps the instructions short that all programs read.
+        def copy(step, _):
+            self.copy_both(step, self.read_pages(step), self.place.num_steps)
+
+        lax.fori_loop(jnp.minimum(self.place.num_settled, stages), stages, copy, None)
 
     def boxes(self, rows: Rows, first: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """Yields places of the tile in all queries or outputs, and in shared memory.
@@ -130,8 +142,13 @@ class _Program:
             for nth in range(sizes.copies)
         ]
 
-    def copy(self, name: str, step: Array, pages: list[Array]) -> None:
-        """Starts to copy the keys or the values of a step, if the step exists."""
+    def copy_both(self, step: Array, pages: list[Array], end: Array) -> None:
+        """Starts to copy the keys and the values of a step before `end`."""
+        for name in ("keys", "values"):
+            self.copy(name, step, pages, end)
+
+    def copy(self, name: str, step: Array, pages: list[Array], end: Array) -> None:
+        """Starts to copy the keys or the values of a step, if it is before `end`."""
         sizes, stage = self.sizes, self.stage(step)
         size = STEP // sizes.copies
         ready = getattr(self.memory, f"{name}_ready").at[stage]
@@ -139,7 +156,7 @@ class _Program:
         # Mosaic must know that copies begin at multiples of their size.
         within = pl.multiple_of(within, size) if sizes.page_size > STEP else 0
 
-        @pl.when(step < self.place.num_steps)
+        @pl.when(step < end)
         def _():
             for nth, page in enumerate(pages):
                 pool = getattr(self.cache, name)
@@ -166,7 +183,7 @@ class _Program:
             q = [rows.tiled for rows in self.memory.q]
             scores = self.arithmetic.product_of_chunks(q, keys)
             # The scores are in registers: the keys may be overwritten.
-            self.copy("keys", following, pages)
+            self.copy("keys", following, pages, self.place.num_steps)
             scores = self.mask(scores, positions, nth)
             p, new_max, correction = logits.softmax_step(
                 scores, row_max, self.factor, masked=True
@@ -177,7 +194,7 @@ class _Program:
             self.hide_values(nth)
             values = self.memory.values.at[stage]
             [out] = self.arithmetic.accumulate((out, p, values))
-            self.copy("values", following, pages)
+            self.copy("values", following, pages, self.place.num_steps)
             return (out, new_max, row_sum), after
 
         plgpu.barrier_wait(self.memory.q_ready)
@@ -240,35 +257,50 @@ class _Program:
         """Sends each program of the cluster some channels of the outputs.
 
         Returns the channels of this program from each split, float32[TILE, D / splits],
-        and the log-sum-exps.
+        and the log-sum-exps; in rows of a tile without queries, what lies there.
         """
         splits, memory = self.sizes.splits, self.memory
         if splits == 1:
             return [(out, lse)]
-        plgpu.commit_smem()  # all warps have read the keys
+        plgpu.commit_smem()  # all warps have read the keys and the values
         plgpu.barrier_arrive(memory.all_read)
+        size, width = out.shape[1], out.shape[1] // splits
+        numbers = memory.sent_numbers(self.sizes)
+        memory.sent.at[:, pl.ds(0, size)][...] = out
+        spread = logits.per_row(lse, (TILE, numbers))
+        memory.sent.at[:, pl.ds(size, numbers)][...] = spread
+        plgpu.commit_smem()  # rows are loaded by other lanes than have stored them
         plgpu.barrier_wait(memory.all_read)
-        width = out.shape[1] // splits
-        channels, numbers = pl.ds(0, width), pl.ds(width, 8)
-        target = memory.sums.at[self.place.split]
         for rank in range(splits):
-            some = out[:, rank * width : (rank + 1) * width]
-            sent = (some, channels), (logits.per_row(lse, (TILE, 8)), numbers)
-            for value, columns in sent:
-                plgpu.async_store_smem(
-                    value,
-                    target.at[:, columns],
-                    memory.sums_ready,
-                    cluster_idx=index(rank),
-                    cluster_dim=CLUSTER,
-                    optimized=False,
-                )
+            self.send(rank, rank * width, pl.ds(0, width))
+            self.send(rank, size, pl.ds(width, numbers))
         plgpu.barrier_wait(memory.sums_ready)
-        received = [memory.sums.at[split] for split in range(splits)]
+        rows = [pl.ds(split * self.sizes.sent_rows, TILE) for split in range(splits)]
         return [
-            (self.load(ref.at[:, channels]), self.load(ref.at[:, numbers]).max(axis=1))
-            for ref in received
+            (
+                self.load(memory.sums.at[some, pl.ds(0, width)]),
+                self.load(memory.sums.at[some, pl.ds(width, numbers)]).max(axis=1),
+            )
+            for some in rows
         ]
+
+    def send(self, rank: int, first: int, columns: Any) -> None:
+        """Sends rows that hold queries to a program of the cluster.
+
+        `first` is the first of the columns here, `columns` are where they go.
+        """
+        # Each number that arrives costs the barrier time: empty rows stay here.
+        rows, width = self.sizes.sent_rows, columns.size
+        source = self.memory.sent.at[pl.ds(0, rows), pl.ds(first, width)]
+        target = self.memory.sums.at[pl.ds(self.place.split * rows, rows), columns]
+        plgpu.async_store_smem(
+            self.arithmetic.load(source, rows_layout(width), optimized=False),
+            target,
+            self.memory.sums_ready,
+            cluster_idx=index(rank),
+            cluster_dim=CLUSTER,
+            optimized=False,
+        )
 
     def load(self, ref: Any) -> Array:
         """Loads numbers from shared memory, in the layout of outputs."""

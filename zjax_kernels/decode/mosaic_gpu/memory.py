@@ -12,6 +12,10 @@ CHUNK = 64
 """Channels of 128 bytes, the width of the swizzle."""
 
 
+_LANES = 128
+"""Lanes of a program."""
+
+
 class Rows(NamedTuple):
     """Two views of the rows of a tile in shared memory, some channels of each.
 
@@ -45,10 +49,13 @@ class Memory(NamedTuple):
         q: Queries, `Rows` of each 64 channels.
         out: Merged outputs in the place of queries, `Rows` of some channels each.
         keys: [stages, STEP, D] keys.
-        sums: float32[splits, TILE, D / splits + 8] channels of the outputs of all
-            programs, and behind them 8 times the log-sum-exps, in the place of keys
-            that nobody reads any more; None without splits.
+        sums: float32[rows, D / splits + numbers] channels of the outputs of all
+            programs, and behind them some times the log-sum-exps, in the place of keys
+            that nobody reads any more. Splits have `Sizes.sent_rows` each, and rows
+            behind the last complete its tile. None without splits.
         values: [stages, STEP, D] values.
+        sent: float32[TILE, D + numbers] outputs of the program and log-sum-exps, in the
+            place of values; None without splits.
         q_ready: Barrier on which the queries arrive.
         keys_ready: Barriers per stage on which keys arrive.
         values_ready: Barriers per stage on which values arrive.
@@ -61,6 +68,7 @@ class Memory(NamedTuple):
     keys: Any
     sums: Any
     values: Any
+    sent: Any
     q_ready: Any
     keys_ready: Any
     values_ready: Any
@@ -74,7 +82,7 @@ class Memory(NamedTuple):
         ring = _tiled((stages, STEP, size), q.dtype)
         num_chunks, width = size // CHUNK, size // splits
         rows: list[Any] = [Rows.types(sizes, CHUNK, q.dtype)] * num_chunks
-        num_boxes, keys = 1, ring
+        num_boxes, keys, values = 1, ring, ring
         if interpret is not None:
             num_boxes = sizes.tile_tokens  # a copy for each token
             rows = [plgpu.SMEM((TILE, CHUNK), q.dtype)] * num_chunks
@@ -84,8 +92,10 @@ class Memory(NamedTuple):
         else:
             rows = [plgpu.RefUnion(*each) for each in rows]
         if splits > 1:
-            sums = _tiled((splits, TILE, width + 8), jnp.float32, swizzle=32)
-            keys = plgpu.RefUnion(ring, sums)
+            numbers, num_rows = cls.sent_numbers(sizes), (splits - 1) * sizes.sent_rows
+            shapes = (num_rows + TILE, width + numbers), (TILE, size + numbers)
+            sums, sent = (_tiled(each, jnp.float32, swizzle=32) for each in shapes)
+            keys, values = plgpu.RefUnion(ring, sums), plgpu.RefUnion(ring, sent)
         barrier = plgpu.Barrier(num_arrivals=sizes.copies, num_barriers=stages)
         all_read = plgpu.ClusterBarrier(collective_axes=(CLUSTER,))
         return cls(
@@ -93,7 +103,8 @@ class Memory(NamedTuple):
             out=None,
             keys=keys,
             sums=None,
-            values=ring,
+            values=values,
+            sent=None,
             q_ready=plgpu.Barrier(num_arrivals=num_chunks * num_boxes),
             keys_ready=barrier,
             values_ready=barrier,
@@ -108,11 +119,31 @@ class Memory(NamedTuple):
             q = [Rows(ref, None) for ref in self.q]
             return self._replace(q=q, out=q)
         q = [Rows(*views[:2]) for views in map(tuple, self.q)]
-        width = self.values.shape[-1] // sizes.splits
+        if sizes.splits == 1:
+            return self._replace(q=q, out=q)
+        (keys, sums), (values, sent) = tuple(self.keys), tuple(self.values)
+        width = values.shape[-1] // sizes.splits
         first = tuple(self.q[0])
         out = [Rows(*first[2:])] if width < CHUNK else q[: width // CHUNK]
-        keys, sums = (self.keys, None) if sizes.splits == 1 else tuple(self.keys)
-        return self._replace(q=q, out=out, keys=keys, sums=sums)
+        return self._replace(
+            q=q, out=out, keys=keys, sums=sums, values=values, sent=sent
+        )
+
+    @staticmethod
+    def sent_numbers(sizes: Sizes) -> int:
+        """Returns how often a log-sum-exp is sent: once at least by each lane."""
+        return max(8, _LANES // sizes.sent_rows)
+
+
+def rows_layout(columns: int) -> Any:
+    """Returns a layout of some rows in registers, without copies of numbers."""
+    width = min(columns, 32)
+    vector = 2 if width == 32 else 1
+    num_rows = 32 * vector // width
+    tiling = plgpu.Tiling(((4 * num_rows, width), (num_rows, width), (vector,)))
+    return plgpu.Layout.TILED(
+        tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    )
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:

@@ -70,6 +70,11 @@ class Sizes:
         return self.tile_tokens * self.tile_heads
 
     @property
+    def sent_rows(self) -> int:
+        """Rows of a tile that a cluster merges: 8, or a multiple of 16."""
+        return 8 if self.rows <= 8 else -(-self.rows // 16) * 16
+
+    @property
     def items(self) -> int:
         """Number of tiles of all chunks and heads of keys."""
         tiles = self.tokens // self.tile_tokens * self.head_tiles
@@ -80,7 +85,8 @@ class Sizes:
         """Number of programs that share the keys of a tile: a cluster."""
         steps = -(-self.table_size * self.page_size // STEP)
         programs = self.tuning.programs_per_sm * NUM_SMS
-        most = min(-(-steps // self.tuning.min_steps), programs // self.items)
+        useful = -(-steps // self.tuning.min_steps)
+        most = min(useful, programs // self.items, self.tuning.max_splits)
         return max(number for number in SPLITS if number <= max(1, most))
 
     @property
@@ -104,6 +110,7 @@ class Split(NamedTuple):
             the row; 0 if no token of the tile counts.
         first: First step.
         num_steps: Number of steps, 0 or less for none.
+        num_settled: Number of first steps whose keys are older than the chunk.
     """
 
     chunk: jax.Array
@@ -116,6 +123,7 @@ class Split(NamedTuple):
     end: jax.Array
     first: jax.Array
     num_steps: jax.Array
+    num_settled: jax.Array
 
 
 def find_split(
@@ -141,6 +149,8 @@ def find_split(
     steps = jnp.maximum(_divide(end + index(STEP - 1), STEP)[0] - first, 0)
     per_split, _ = _divide(steps + index(sizes.splits - 1), sizes.splits)
     before = split * per_split
+    num_steps = jnp.minimum(steps - before, per_split)
+    num_old = _divide(start, STEP)[0] - (first + before)
     return Split(
         chunk,
         head,
@@ -151,7 +161,8 @@ def find_split(
         count,
         end,
         first=first + before,
-        num_steps=jnp.minimum(steps - before, per_split),
+        num_steps=num_steps,
+        num_settled=jnp.minimum(jnp.maximum(num_old, 0), num_steps),
     )
 
 
