@@ -16,7 +16,7 @@ from tests.support.lowering import cuda_program, num_kernels
 from zjax_kernels import paged_attention
 from zjax_kernels.decode import mosaic_gpu
 from zjax_kernels.decode.mosaic_gpu import work
-from zjax_kernels.decode.mosaic_gpu.merge import merge_splits
+from zjax_kernels.decode.mosaic_gpu.merge import Merged
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.decode.tuning import H200, Tuning
 from zjax_kernels.warpgroups import HAS_EARLY_START
@@ -203,7 +203,10 @@ def test_outputs_of_splits_are_merged(has_sinks):
     weights = np.exp(scores)
     total = weights.sum(1) + (np.exp(sinks) if has_sinks else 0)
     expected = weights @ values / np.where(total, total, 1)[:, None]
-    np.testing.assert_allclose(merge_splits(parts, sinks), expected, atol=1e-5)
+    merged = Merged.of(*parts[0])
+    for part in parts[1:]:
+        merged = merged.add(*part)
+    np.testing.assert_allclose(merged.finish(sinks), expected, atol=1e-5)
 
 
 def test_each_device_runs_the_kernel_on_its_heads(on_hopper):

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels import warpgroups
 from zjax_kernels.decode.mosaic_gpu.memory import CHUNK, Memory, Rows, rows_layout
-from zjax_kernels.decode.mosaic_gpu.merge import merge_splits
+from zjax_kernels.decode.mosaic_gpu.merge import Merged
 from zjax_kernels.decode.mosaic_gpu.work import STEP, TILE, Sizes, Split, find_split
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.decode.tuning import H200, Tuning
@@ -58,8 +58,8 @@ def paged_attention(
         if early:
             warpgroups.wait_for_last()
         program.start(q_ref)
-        parts = program.exchange(*program.attend())
-        program.store(program.merge(parts, sinks_ref), out_ref)
+        merged = program.exchange(*program.attend())
+        program.store(program.finish(merged, sinks_ref), out_ref)
 
     (out,) = launch(
         body,
@@ -253,15 +253,15 @@ class _Program:
             ref[...] = jnp.where(beyond, jnp.zeros_like(values), values)
             plgpu.commit_smem()  # tensor cores must see the writes of registers
 
-    def exchange(self, out: Array, lse: Array) -> list[tuple[Array, Array]]:
+    def exchange(self, out: Array, lse: Array) -> Merged:
         """Sends each program of the cluster some channels of the outputs.
 
-        Returns the channels of this program from each split, float32[TILE, D / splits],
-        and the log-sum-exps; in rows of a tile without queries, what lies there.
+        Returns channels of this program, float32[TILE, D / splits], over all keys; in
+        rows of a tile without queries, what lies there.
         """
         splits, memory = self.sizes.splits, self.memory
         if splits == 1:
-            return [(out, lse)]
+            return Merged.of(out, lse)
         plgpu.commit_smem()  # all warps have read the keys and the values
         plgpu.barrier_arrive(memory.all_read)
         size, width = out.shape[1], out.shape[1] // splits
@@ -271,20 +271,29 @@ class _Program:
         memory.sent.at[:, pl.ds(size, numbers)][...] = spread
         plgpu.commit_smem()  # rows are loaded by other lanes than have stored them
         plgpu.barrier_wait(memory.all_read)
-        for rank in range(splits):
-            self.send(rank, rank * width, pl.ds(0, width))
-            self.send(rank, size, pl.ds(width, numbers))
-        plgpu.barrier_wait(memory.sums_ready)
-        rows = [pl.ds(split * self.sizes.sent_rows, TILE) for split in range(splits)]
-        return [
-            (
-                self.load(memory.sums.at[some, pl.ds(0, width)]),
-                self.load(memory.sums.at[some, pl.ds(width, numbers)]).max(axis=1),
-            )
-            for some in rows
-        ]
 
-    def send(self, rank: int, first: int, columns: Any) -> None:
+        # Loops: programs are short, and would wait for the instructions of many copies.
+        def send(rank, _):
+            first = pl.multiple_of(rank * width, width)
+            self.send(rank, first, pl.ds(0, width))
+            self.send(rank, size, pl.ds(width, numbers))
+
+        def receive(split, merged):
+            first = pl.multiple_of(split * self.sizes.sent_rows, 8)
+            rows = memory.sums.at[pl.ds(first, TILE)]
+            lse = self.load(rows.at[:, pl.ds(width, numbers)]).max(axis=1)
+            return merged.add(self.load(rows.at[:, pl.ds(0, width)]), lse)
+
+        lax.fori_loop(0, splits, send, None)
+        plgpu.barrier_wait(memory.sums_ready)
+        empty = Merged(
+            self.arithmetic.full((TILE, width), 0.0, plgpu.Layout.WGMMA),
+            self.arithmetic.full((TILE,), -jnp.inf, ROWS),
+            self.arithmetic.full((TILE,), 0.0, ROWS),
+        )
+        return lax.fori_loop(0, splits, receive, empty)
+
+    def send(self, rank: Array, first: Any, columns: Any) -> None:
         """Sends rows that hold queries to a program of the cluster.
 
         `first` is the first of the columns here, `columns` are where they go.
@@ -292,12 +301,13 @@ class _Program:
         # Each number that arrives costs the barrier time: empty rows stay here.
         rows, width = self.sizes.sent_rows, columns.size
         source = self.memory.sent.at[pl.ds(0, rows), pl.ds(first, width)]
-        target = self.memory.sums.at[pl.ds(self.place.split * rows, rows), columns]
+        own = pl.multiple_of(self.place.split * rows, 8)
+        target = self.memory.sums.at[pl.ds(own, rows), columns]
         plgpu.async_store_smem(
             self.arithmetic.load(source, rows_layout(width), optimized=False),
             target,
             self.memory.sums_ready,
-            cluster_idx=index(rank),
+            cluster_idx=rank,
             cluster_dim=CLUSTER,
             optimized=False,
         )
@@ -306,15 +316,14 @@ class _Program:
         """Loads numbers from shared memory, in the layout of outputs."""
         return self.arithmetic.load(ref, plgpu.Layout.WGMMA, optimized=False)
 
-    def merge(self, parts: list[tuple[Array, Array]], sinks_ref: Any) -> Array:
-        """Merges outputs of splits; tokens that do not count get 0."""
-        sinks = None if sinks_ref is None else self.sinks(sinks_ref)
-        merged = merge_splits(parts, sinks)
+    def finish(self, merged: Merged, sinks_ref: Any) -> Array:
+        """Returns the outputs over all keys; tokens that do not count get 0."""
+        out = merged.finish(None if sinks_ref is None else self.sinks(sinks_ref))
         if self.sizes.tokens == 1:
-            return merged
+            return out
         # A token that does not count has seen the keys of the last one that does.
-        counts = self.arithmetic.broadcast(self.place.num_tokens, merged.shape)
-        return jnp.where(self.tokens(merged.shape[1]) < counts, merged, 0.0)
+        counts = self.arithmetic.broadcast(self.place.num_tokens, out.shape)
+        return jnp.where(self.tokens(out.shape[1]) < counts, out, 0.0)
 
     def sinks(self, ref: Any) -> Array:
         """Returns the sink of the query head of each row, float32[TILE]."""
