@@ -16,9 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels import warpgroups
-from zjax_kernels.decode.mosaic_gpu.memory import CHUNK, Memory, Rows, rows_layout
+from zjax_kernels.decode.mosaic_gpu.memory import CHUNK, Memory, Rows
 from zjax_kernels.decode.mosaic_gpu.merge import Merged
-from zjax_kernels.decode.mosaic_gpu.work import STEP, TILE, Sizes, Split, find_split
+from zjax_kernels.decode.mosaic_gpu.work import (
+    NUMBERS,
+    STEP,
+    TILE,
+    Sizes,
+    Split,
+    find_split,
+)
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.decode.tuning import H200, Tuning
 from zjax_kernels.sparse.mosaic_gpu import arithmetic as logits
@@ -44,7 +51,7 @@ def paged_attention(
 
     def body(inputs, outputs, scratch):
         q_ref, sinks_ref, *refs = inputs
-        (out_ref,) = outputs
+        out_ref, *shared = outputs
         # The interpreter runs one kernel after another.
         early = options.early and interpret is None
         if early:
@@ -58,13 +65,14 @@ def paged_attention(
         if early:
             warpgroups.wait_for_last()
         program.start(q_ref)
-        merged = program.exchange(*program.attend())
+        merged = program.exchange(*program.attend(), *shared)
         program.store(program.finish(merged, sinks_ref), out_ref)
 
-    (out,) = launch(
+    shared = jax.ShapeDtypeStruct(sizes.shared_shape, jnp.float32)
+    out, *_ = launch(
         body,
         (q, sinks, *cache),
-        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), *[shared] * (sizes.splits > 1)],
         Memory.allocate(sizes, q, interpret),
         num_programs=sizes.items,
         cluster_size=sizes.splits,
@@ -253,64 +261,59 @@ class _Program:
             ref[...] = jnp.where(beyond, jnp.zeros_like(values), values)
             plgpu.commit_smem()  # tensor cores must see the writes of registers
 
-    def exchange(self, out: Array, lse: Array) -> Merged:
-        """Sends each program of the cluster some channels of the outputs.
+    def exchange(self, out: Array, lse: Array, shared_ref: Any = None) -> Merged:
+        """Returns attention of the tile over all keys, for channels of this program.
 
-        Returns channels of this program, float32[TILE, D / splits], over all keys; in
-        rows of a tile without queries, what lies there.
+        Programs of a cluster read what the others found from global memory. Channels
+        are float32[TILE, D / splits]; rows of a tile without queries hold anything.
         """
         splits, memory = self.sizes.splits, self.memory
         if splits == 1:
             return Merged.of(out, lse)
         plgpu.commit_smem()  # all warps have read the keys and the values
-        plgpu.barrier_arrive(memory.all_read)
         size, width = out.shape[1], out.shape[1] // splits
-        numbers = memory.sent_numbers(self.sizes)
-        memory.sent.at[:, pl.ds(0, size)][...] = out
-        spread = logits.per_row(lse, (TILE, numbers))
-        memory.sent.at[:, pl.ds(size, numbers)][...] = spread
-        plgpu.commit_smem()  # rows are loaded by other lanes than have stored them
-        plgpu.barrier_wait(memory.all_read)
+        numbers, own = pl.ds(size, NUMBERS), pl.ds(self.place.split * width, width)
+        memory.found.at[:, pl.ds(0, size)][...] = out
+        memory.found.at[:, numbers][...] = logits.per_row(lse, (TILE, NUMBERS))
+        plgpu.commit_smem()  # copies must see the writes of registers
+        rows = pl.ds(0, self.sizes.shared_rows)
+        plgpu.copy_smem_to_gmem(memory.found.at[rows], shared_ref.at[self.rows(1)])
+        plgpu.wait_smem_to_gmem(0)
+        # Behind the copies. Stores to the memory of other programs take longer: each
+        # lane that stores also arrives at a barrier there, one after another.
+        plgpu.barrier_arrive(memory.all_shared)
+        plgpu.barrier_wait(memory.all_shared)
+        rows = pl.ds(0, splits * self.sizes.shared_rows)
+        for columns, target in (own, memory.shared), (numbers, memory.levels):
+            source = shared_ref.at[self.rows(splits), columns]
+            plgpu.copy_gmem_to_smem(source, target.at[rows], memory.shared_ready)
+        plgpu.barrier_wait(memory.shared_ready)
+        return self.receive(width)
 
-        # Loops: programs are short, and would wait for the instructions of many copies.
-        def send(rank, _):
-            first = pl.multiple_of(rank * width, width)
-            self.send(rank, first, pl.ds(0, width))
-            self.send(rank, size, pl.ds(width, numbers))
+    def rows(self, splits: int) -> Any:
+        """Returns the rows of all programs of the cluster, or of this one alone."""
+        number = self.sizes.shared_rows
+        first = self.place.item * (self.sizes.splits * number)
+        if splits == 1:
+            first += self.place.split * number
+        return pl.ds(pl.multiple_of(first, 8), splits * number)
 
-        def receive(split, merged):
-            first = pl.multiple_of(split * self.sizes.sent_rows, 8)
-            rows = memory.sums.at[pl.ds(first, TILE)]
-            lse = self.load(rows.at[:, pl.ds(width, numbers)]).max(axis=1)
-            return merged.add(self.load(rows.at[:, pl.ds(0, width)]), lse)
+    def receive(self, width: int) -> Merged:
+        """Merges what all programs of the cluster have found."""
 
-        lax.fori_loop(0, splits, send, None)
-        plgpu.barrier_wait(memory.sums_ready)
+        # A loop: programs are short, and would wait for many instructions.
+        def add(split, merged):
+            first = pl.multiple_of(split * self.sizes.shared_rows, 8)
+            rows = pl.ds(first, TILE)
+            lse = self.load(self.memory.levels.at[rows]).max(axis=1)
+            return merged.add(self.load(self.memory.shared.at[rows]), lse)
+
         empty = Merged(
             self.arithmetic.full((TILE, width), 0.0, plgpu.Layout.WGMMA),
             self.arithmetic.full((TILE,), -jnp.inf, ROWS),
             self.arithmetic.full((TILE,), 0.0, ROWS),
         )
-        return lax.fori_loop(0, splits, receive, empty)
-
-    def send(self, rank: Array, first: Any, columns: Any) -> None:
-        """Sends rows that hold queries to a program of the cluster.
-
-        `first` is the first of the columns here, `columns` are where they go.
-        """
-        # Each number that arrives costs the barrier time: empty rows stay here.
-        rows, width = self.sizes.sent_rows, columns.size
-        source = self.memory.sent.at[pl.ds(0, rows), pl.ds(first, width)]
-        own = pl.multiple_of(self.place.split * rows, 8)
-        target = self.memory.sums.at[pl.ds(own, rows), columns]
-        plgpu.async_store_smem(
-            self.arithmetic.load(source, rows_layout(width), optimized=False),
-            target,
-            self.memory.sums_ready,
-            cluster_idx=rank,
-            cluster_dim=CLUSTER,
-            optimized=False,
-        )
+        return lax.fori_loop(0, self.sizes.splits, add, empty)
 
     def load(self, ref: Any) -> Array:
         """Loads numbers from shared memory, in the layout of outputs."""

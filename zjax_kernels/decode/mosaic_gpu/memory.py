@@ -5,15 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.decode.mosaic_gpu.work import STEP, TILE, Sizes
+from zjax_kernels.decode.mosaic_gpu.work import NUMBERS, STEP, TILE, Sizes
 from zjax_kernels.warpgroups import CLUSTER
 
 CHUNK = 64
 """Channels of 128 bytes, the width of the swizzle."""
-
-
-_LANES = 128
-"""Lanes of a program."""
 
 
 class Rows(NamedTuple):
@@ -49,31 +45,33 @@ class Memory(NamedTuple):
         q: Queries, `Rows` of each 64 channels.
         out: Merged outputs in the place of queries, `Rows` of some channels each.
         keys: [stages, STEP, D] keys.
-        sums: float32[rows, D / splits + numbers] channels of the outputs of all
-            programs, and behind them some times the log-sum-exps, in the place of keys
-            that nobody reads any more. Splits have `Sizes.sent_rows` each, and rows
-            behind the last complete its tile. None without splits.
+        shared: float32[rows, D / splits] channels of the outputs of all programs of a
+            cluster, in the place of keys that nobody reads any more. Programs have
+            `Sizes.shared_rows` each, and rows behind the last complete its tile. None
+            without splits.
+        levels: float32[rows, NUMBERS] log-sum-exps of these rows.
         values: [stages, STEP, D] values.
-        sent: float32[TILE, D + numbers] outputs of the program and log-sum-exps, in the
-            place of values; None without splits.
+        found: float32[TILE, D + NUMBERS] outputs of the program and log-sum-exps, in
+            the place of values; None without splits.
         q_ready: Barrier on which the queries arrive.
         keys_ready: Barriers per stage on which keys arrive.
         values_ready: Barriers per stage on which values arrive.
-        all_read: Barrier on which all programs have read the keys.
-        sums_ready: Barrier on which `sums` arrive.
+        all_shared: Barrier on which all programs have stored what they found.
+        shared_ready: Barrier on which `shared` arrives.
     """
 
     q: Any
     out: Any
     keys: Any
-    sums: Any
+    shared: Any
+    levels: Any
     values: Any
-    sent: Any
+    found: Any
     q_ready: Any
     keys_ready: Any
     values_ready: Any
-    all_read: Any
-    sums_ready: Any
+    all_shared: Any
+    shared_ready: Any
 
     @classmethod
     def allocate(cls, sizes: Sizes, q: Any, interpret: Any) -> "Memory":
@@ -92,25 +90,26 @@ class Memory(NamedTuple):
         else:
             rows = [plgpu.RefUnion(*each) for each in rows]
         if splits > 1:
-            numbers, num_rows = cls.sent_numbers(sizes), (splits - 1) * sizes.sent_rows
-            shapes = (num_rows + TILE, width + numbers), (TILE, size + numbers)
-            sums, sent = (_tiled(each, jnp.float32, swizzle=32) for each in shapes)
-            keys, values = plgpu.RefUnion(ring, sums), plgpu.RefUnion(ring, sent)
+            num_rows = (splits - 1) * sizes.shared_rows + TILE
+            shared, levels = _sums((num_rows, width)), _sums((num_rows, NUMBERS))
+            keys = plgpu.RefUnion(ring, [shared, levels])
+            values = plgpu.RefUnion(ring, _sums((TILE, size + NUMBERS)))
         barrier = plgpu.Barrier(num_arrivals=sizes.copies, num_barriers=stages)
-        all_read = plgpu.ClusterBarrier(collective_axes=(CLUSTER,))
+        all_shared = plgpu.ClusterBarrier(collective_axes=(CLUSTER,))
         return cls(
             q=rows,
             out=None,
             keys=keys,
-            sums=None,
+            shared=None,
+            levels=None,
             values=values,
-            sent=None,
+            found=None,
             q_ready=plgpu.Barrier(num_arrivals=num_chunks * num_boxes),
             keys_ready=barrier,
             values_ready=barrier,
-            all_read=all_read if splits > 1 else None,
-            # Each program sends channels, and log-sum-exps.
-            sums_ready=plgpu.Barrier(num_arrivals=2 * splits) if splits > 1 else None,
+            all_shared=all_shared if splits > 1 else None,
+            # Channels, and log-sum-exps.
+            shared_ready=plgpu.Barrier(num_arrivals=2) if splits > 1 else None,
         )
 
     def of(self, sizes: Sizes, interpret: Any) -> "Memory":
@@ -121,29 +120,17 @@ class Memory(NamedTuple):
         q = [Rows(*views[:2]) for views in map(tuple, self.q)]
         if sizes.splits == 1:
             return self._replace(q=q, out=q)
-        (keys, sums), (values, sent) = tuple(self.keys), tuple(self.values)
+        (keys, [shared, levels]), (values, found) = self.keys, self.values
         width = values.shape[-1] // sizes.splits
         first = tuple(self.q[0])
         out = [Rows(*first[2:])] if width < CHUNK else q[: width // CHUNK]
-        return self._replace(
-            q=q, out=out, keys=keys, sums=sums, values=values, sent=sent
-        )
-
-    @staticmethod
-    def sent_numbers(sizes: Sizes) -> int:
-        """Returns how often a log-sum-exp is sent: once at least by each lane."""
-        return max(8, _LANES // sizes.sent_rows)
+        merging = {"shared": shared, "levels": levels, "found": found}
+        return self._replace(q=q, out=out, keys=keys, values=values, **merging)
 
 
-def rows_layout(columns: int) -> Any:
-    """Returns a layout of some rows in registers, without copies of numbers."""
-    width = min(columns, 32)
-    vector = 2 if width == 32 else 1
-    num_rows = 32 * vector // width
-    tiling = plgpu.Tiling(((4 * num_rows, width), (num_rows, width), (vector,)))
-    return plgpu.Layout.TILED(
-        tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-    )
+def _sums(shape: tuple[int, int]) -> Any:
+    """Allocates float32 in tiles of 8 rows of 32 bytes."""
+    return _tiled(shape, jnp.float32, swizzle=32)
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:

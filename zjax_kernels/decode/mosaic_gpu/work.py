@@ -16,6 +16,8 @@ TILE = 64
 """Rows of a tile of queries: pairs of a token and a head of the group."""
 STEP = 64
 """Keys that a program reads at a time."""
+NUMBERS = 8
+"""Times that a log-sum-exp is stored: copies take 32 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Sizes:
         group: Query heads per head of keys.
         page_size: Tokens per page.
         table_size: Pages of a row, at most.
+        channels: Channels of a head.
         tuning: Choices that set how fast the kernel runs.
     """
 
@@ -38,15 +41,25 @@ class Sizes:
     group: int
     page_size: int
     table_size: int
+    channels: int
     tuning: Tuning
 
     @classmethod
     def of(cls, q: jax.Array, cache: Cache, tuning: Tuning) -> "Sizes":
         """Reads the sizes of arrays."""
-        chunks, tokens, heads, _ = q.shape
+        chunks, tokens, heads, channels = q.shape
         _, num_heads, page_size, _ = cache.keys.shape
         group, table_size = heads // num_heads, cache.pages.shape[1]
-        return cls(chunks, tokens, num_heads, group, page_size, table_size, tuning)
+        return cls(
+            chunks,
+            tokens,
+            num_heads,
+            group,
+            page_size,
+            table_size,
+            channels,
+            tuning,
+        )
 
     @property
     def head_tiles(self) -> int:
@@ -70,9 +83,14 @@ class Sizes:
         return self.tile_tokens * self.tile_heads
 
     @property
-    def sent_rows(self) -> int:
-        """Rows of a tile that a cluster merges: 8, or a multiple of 16."""
-        return 8 if self.rows <= 8 else -(-self.rows // 16) * 16
+    def shared_rows(self) -> int:
+        """Rows of a tile that programs of a cluster share, a multiple of 8."""
+        return -(-self.rows // 8) * 8
+
+    @property
+    def shared_shape(self) -> tuple[int, int]:
+        """Shape of outputs and log-sum-exps of all programs."""
+        return self.items * self.splits * self.shared_rows, self.channels + NUMBERS
 
     @property
     def items(self) -> int:
@@ -85,8 +103,7 @@ class Sizes:
         """Number of programs that share the keys of a tile: a cluster."""
         steps = -(-self.table_size * self.page_size // STEP)
         programs = self.tuning.programs_per_sm * NUM_SMS
-        useful = -(-steps // self.tuning.min_steps)
-        most = min(useful, programs // self.items, self.tuning.max_splits)
+        most = min(-(-steps // self.tuning.min_steps), programs // self.items)
         return max(number for number in SPLITS if number <= max(1, most))
 
     @property
@@ -99,6 +116,7 @@ class Split(NamedTuple):
     """Keys that a program reads for a tile of queries.
 
     Args:
+        item: Index of the tile among all tiles.
         chunk: Index of the chunk.
         head: Head of keys.
         split: Index of the split.
@@ -113,6 +131,7 @@ class Split(NamedTuple):
         num_settled: Number of first steps whose keys are older than the chunk.
     """
 
+    item: jax.Array
     chunk: jax.Array
     head: jax.Array
     split: jax.Array
@@ -152,6 +171,7 @@ def find_split(
     num_steps = jnp.minimum(steps - before, per_split)
     num_old = _divide(start, STEP)[0] - (first + before)
     return Split(
+        item,
         chunk,
         head,
         split,
