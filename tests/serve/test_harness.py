@@ -24,6 +24,7 @@ def make_task(tmp_path, **settings):
         "test_split": "test",
         "doc_to_text": "{{text}}",
         "doc_to_target": "{{wanted}}",
+        "target_delimiter": "",
     } | settings
 
 
@@ -37,68 +38,75 @@ def model_args(server, path, folder, **settings):
     } | settings
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return small_llama.write(tmp_path_factory.mktemp("harness") / "llama")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    pytest.importorskip("lm_eval", reason=REASON)
+    pytest.importorskip("transformers", reason=REASON)
+    with served(f"--model={folder}", "--max_rows=4") as server:
+        yield server
+        programs.wait_until(server.is_idle, server.program)
+
+
+def ask_likelihoods(server, folder, task, **settings):
+    """What lm_eval is told of the texts of a task, in the order of the documents."""
+    import lm_eval
+
+    found = lm_eval.simple_evaluate(
+        model="local-completions",
+        model_args=model_args(server, "/v1/completions", folder, **settings),
+        tasks=[task],
+        bootstrap_iters=0,
+    )
+    samples = sorted(found["samples"]["text"], key=lambda sample: sample["doc_id"])
+    return [resp[0] for sample in samples for resp in sample["resps"]]
+
+
+def score(folder, prompts):
+    """Scores of prompts by a generator of the same weights, without a server."""
+    with Generator(str(folder), max_rows=4) as generator:
+        return generator.generate(prompts, Sampling(prompt_logprobs=1))
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"num_concurrent": 2}, {"batch_size": 3}, {"tokenized_requests": False}],
 )
-def test_tasks_of_likelihoods_get_the_scores_of_the_model(settings, tmp_path):
+def test_tasks_of_likelihoods_get_the_scores_of_the_model(
+    settings, server, folder, tmp_path
+):
     """Fails if a score is of another token, or lacks one at an end."""
-    lm_eval = pytest.importorskip("lm_eval", reason=REASON)
-    pytest.importorskip("transformers", reason=REASON)
-    folder = small_llama.write(tmp_path / "llama")
-    task = make_task(
-        tmp_path,
-        output_type="multiple_choice",
-        doc_to_choice=CHOICES,
-        doc_to_target=0,
-        metric_list=[{"metric": "acc"}],
-    )
-    with served(f"--model={folder}", "--max_rows=4") as server:
-        found = lm_eval.simple_evaluate(
-            model="local-completions",
-            model_args=model_args(server, "/v1/completions", folder, **settings),
-            tasks=[task],
-            bootstrap_iters=0,
-        )
-        programs.wait_until(server.is_idle, server.program)
+    kind = {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]}
+    targets = {"doc_to_choice": CHOICES, "doc_to_target": 0}
+    task = make_task(tmp_path, **kind, **targets)
+    found = ask_likelihoods(server, folder, task, **settings)
     pairs = [(doc["text"], choice) for doc in DOCS for choice in CHOICES]
     prompts = [[*(text + choice).encode()] for text, choice in pairs]
-    with Generator(str(folder), max_rows=4) as generator:
-        texts = generator.generate(prompts, Sampling(prompt_logprobs=1))
-    wanted = [
-        sum(scored.prompt_logprobs[len(text) :])
-        for (text, _), scored in zip(pairs, texts, strict=True)
-    ]
-    samples = sorted(found["samples"]["text"], key=lambda sample: sample["doc_id"])
-    resps = [resp[0] for sample in samples for resp in sample["resps"]]
+    texts = score(folder, prompts)
+    sums, greedy = [], []
+    for (start, _), text in zip(pairs, texts, strict=True):
+        sums.append(sum(text.prompt_logprobs[len(start) :]))
+        best = [next(iter(x)) for x in text.prompt_best[len(start) :]]
+        greedy.append(best == text.prompt_ids[len(start) :])
     # Rows beside others may be rounded in another way, in bfloat16.
-    assert [float(resp[0]) for resp in resps] == pytest.approx(wanted, abs=0.1)
-    assert len({round(value, 1) for value in wanted}) == len(wanted)
+    assert [float(x) for x, _ in found] == pytest.approx(sums, abs=0.1)
+    assert [x for _, x in found] == greedy
+    assert len({round(value, 1) for value in sums}) == len(sums)
 
 
-def test_tasks_of_whole_texts_get_the_scores_of_the_model(tmp_path):
+def test_tasks_of_whole_texts_get_the_scores_of_the_model(server, folder, tmp_path):
     """Fails if the first token of a text is not scored behind the end of a text."""
-    lm_eval = pytest.importorskip("lm_eval", reason=REASON)
-    pytest.importorskip("transformers", reason=REASON)
-    folder = small_llama.write(tmp_path / "llama")
-    metrics = [{"metric": "bits_per_byte"}]
-    rolling = {"output_type": "loglikelihood_rolling", "metric_list": metrics}
-    task = make_task(tmp_path, **rolling, doc_to_text="", doc_to_target="{{text}}")
-    with served(f"--model={folder}", "--max_rows=4") as server:
-        found = lm_eval.simple_evaluate(
-            model="local-completions",
-            model_args=model_args(server, "/v1/completions", folder),
-            tasks=[task],
-            bootstrap_iters=0,
-        )
-        programs.wait_until(server.is_idle, server.program)
-    with Generator(str(folder), max_rows=4) as generator:
-        prompts = [[256, *doc["text"].encode()] for doc in DOCS]
-        texts = generator.generate(prompts, Sampling(prompt_logprobs=0))
-    samples = sorted(found["samples"]["text"], key=lambda sample: sample["doc_id"])
-    resps = [float(sample["resps"][0][0]) for sample in samples]
+    kind = {"output_type": "loglikelihood_rolling", "doc_to_text": ""}
+    metrics = {"metric_list": [{"metric": "bits_per_byte"}]}
+    task = make_task(tmp_path, **kind, **metrics, doc_to_target="{{text}}")
+    found = ask_likelihoods(server, folder, task)
+    texts = score(folder, [[256, *doc["text"].encode()] for doc in DOCS])
     wanted = [sum(text.prompt_logprobs[1:]) for text in texts]
-    assert resps == pytest.approx(wanted, abs=0.1)
+    assert [float(x) for x in found] == pytest.approx(wanted, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["local-completions", "local-chat-completions"])
