@@ -15,6 +15,7 @@ from zjax.generation.passes import Reader
 from zjax.models.continuation import params_of
 from zjax.settings import schema
 from zjax_kernels import device
+from zjax_kernels.decode.latent import mosaic_gpu
 from zjax_kernels.warpgroups import HAS_EARLY_START
 
 PAGE_SIZE, TABLE = 16, 3
@@ -84,6 +85,36 @@ def test_a_layer_is_four_products_a_rotation_and_attention(
     assert found.count("custom_call") == block.count("@mosaic_gpu") == 6 * num_layers
     assert set(found) == {"custom_call", "reshape"}
     assert ("griddepcontrol.wait" in text) == HAS_EARLY_START
+
+
+@pytest.mark.parametrize(("key_rank", "is_kernel"), [(128, True), (96, False)])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_latents_have_a_kernel(monkeypatch, num_tokens, key_rank, is_kernel):
+    """Fails if rotated channels are read as values, or latents are copied."""
+    config = dataclasses.replace(
+        language.LATENT,
+        num_layers=1,
+        num_heads=8,
+        num_kv_heads=8,
+        positions=schema.Rotary(size=64),
+        latent=schema.Latent(key_rank=key_rank, query_rank=0, plain_size=64),
+    )
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    found = []
+
+    def watched(q, cache, sinks, options):
+        found.append((q.shape, cache.keys.shape, options.value_size, options.early))
+        assert cache.values is cache.keys
+        return q[..., : options.value_size]
+
+    monkeypatch.setattr(mosaic_gpu, "paged_attention", watched)
+    reader, *arrays = make_reader(config, jnp.bfloat16)
+    tokens = np.zeros((2, num_tokens))
+    parts = (chunks_at([0, 0], [num_tokens] * 2, tokens),)
+    jax.eval_shape(reader.read, *arrays, parts)
+    channels, pool = key_rank + 64, 1 + 4 * TABLE
+    call = (2, num_tokens, 8, channels), (pool, 1, PAGE_SIZE, channels), key_rank, True
+    assert found == [call] * is_kernel
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)

@@ -91,7 +91,7 @@ def bytes_on_device(pool: Any) -> int:
 
 def attend(
     parts: Sequence[Chunks], cache: Pages, how: How, q: Any, k: Any, v: Any, new: Stored
-) -> tuple[Float[Array, "N 1 H D"], Pages]:
+) -> tuple[Float[Array, "N 1 H Dv"], Pages]:
     """Stores the tokens of a pass, and attends from them; see `Continuation`."""
     is_decoding = len(parts) == 1 and parts[0].shape[1] == 1 and how.sparse is None
     if isinstance(q, Projections) and is_decoding:
@@ -108,7 +108,7 @@ def attend(
 
 def _attend_to_pages(
     chunks: Chunks, cache: Pages, how: How, q: Float[Array, "C T H D"]
-) -> Float[Array, "C T H D"]:
+) -> Float[Array, "C T H Dv"]:
     """Attends to all earlier tokens, or to the last tokens in a window."""
     return paged_attention(
         q,
@@ -119,6 +119,7 @@ def _attend_to_pages(
         window=how.bounds.window,
         soft_cap=how.bounds.soft_cap,
         sinks=how.sinks,
+        value_size=how.value_size,
         early=True,
     )
 

@@ -27,6 +27,8 @@ class How(NamedTuple):
     """Layout of live blocks; None if a token sees all keys within `bounds`."""
     sinks: Float[Array, " H"] | None
     """Score of each head without a key."""
+    value_size: int
+    """Channels of stored values that are read, the first; 0 is all."""
 
 
 AttendTo = Callable[..., tuple[jax.Array, Any]]
@@ -105,7 +107,9 @@ def _read(
     """Runs tokens through the layers of a block; see `Continuation.blocks`."""
     updated, stream = [], (x, ())
     for layer, cache in zip(layers_of(block), caches, strict=True):
-        how = How(layer.bounds, layer.sparse, layer.attention.laid_sinks())
+        attention = layer.attention
+        value_size = attention.stored_value_size
+        how = How(layer.bounds, layer.sparse, attention.laid_sinks(), value_size)
         attend_to = functools.partial(attend, cache, how)
         if is_tiled:
             stream, cache = layer.trunk_with(attend_to, stream[0], context)

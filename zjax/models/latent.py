@@ -95,6 +95,11 @@ class LatentAttention(nnx.Module):
         outputs = outputs[..., : config.value_size]
         return self.out(outputs, adapter_dropout=dropout), cache
 
+    @property
+    def stored_value_size(self) -> int:
+        """Channels of a latent: the rotated channels behind are of keys alone."""
+        return self.latent.key_rank
+
     def laid_sinks(self) -> None:
         """Attention sinks, which latents do not have."""
 

@@ -447,6 +447,9 @@ def query_scale(config: schema.Model) -> float:
 class Attention(nnx.Module):
     """Projections to queries, keys and values, and back."""
 
+    stored_value_size = 0
+    """Channels of stored values that are read, the first; 0 is all."""
+
     def __init__(
         self,
         config: schema.Model,

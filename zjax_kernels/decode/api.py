@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
+from zjax_kernels.decode.latent import shapes as latents
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.device import (
     choose_implementation,
@@ -64,6 +65,9 @@ def paged_attention(
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, D and Dv both 64,
             128 or 256, pages of 16, 32, ... 256 tokens), `reference` (anywhere, any
             sharding of heads), or `auto`: `mosaic_gpu` where possible, logged once.
+            Latents, which `mosaic_gpu` reads once, are one array for keys and values,
+            with D a multiple of 64 up to 576, a smaller `value_size` of 128, 256, 384
+            or 512, and H / KV 8, 16, 32, 64 or 128, without window, cap and sinks.
 
     Returns:
         [C, T, H, Dv], or [C, T, H, value_size], in the dtype of `q`; 0 for tokens that
@@ -82,7 +86,7 @@ def paged_attention(
 
     Reference:
         Kwon et al., PagedAttention (arXiv:2309.06180); the splits of Dao et al.,
-        Flash-Decoding (2023).
+        Flash-Decoding (2023); latents: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
     """
     cache = Cache(keys, values, pages, starts, counts)
     _check(q, cache, sinks, scale, window, soft_cap, value_size)
@@ -94,7 +98,7 @@ def paged_attention(
         value_size=value_size or values.shape[-1],
         early=early,
     )
-    problem, remedy = _obstacle(q, cache, options)
+    problem, remedy = _obstacle(q, cache, sinks, options)
     chosen = choose_implementation(
         implementation,
         "paged attention",
@@ -102,17 +106,25 @@ def paged_attention(
         problem=problem,
         remedy=remedy,
     )
-    run = load_implementation("decode", chosen).paged_attention
+    has_kernel = chosen == "mosaic_gpu" and latents.has_sizes(cache, options)
+    package = "decode.latent" if has_kernel else "decode"
+    run = load_implementation(package, chosen).paged_attention
     return run(q, cache, sinks, options)
 
 
-def _obstacle(q: Array, cache: Cache, options: Options) -> tuple[str, str]:
+def _obstacle(
+    q: Array, cache: Cache, sinks: Array | None, options: Options
+) -> tuple[str, str]:
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
+    are_latents = latents.has_sizes(cache, options)
     obstacle = dtype_obstacle(q, cache.keys, cache.values)
-    sizes = q.shape[-1], cache.values.shape[-1], options.value_size
+    if are_latents and not any(obstacle):
+        obstacle = latents.obstacle(q, cache, sinks, options)
     if any(obstacle):
         return obstacle
-    if len(set(sizes)) > 1 or sizes[0] not in HEAD_SIZES:
+    sizes = q.shape[-1], cache.values.shape[-1], options.value_size
+    known_sizes = are_latents or (len(set(sizes)) == 1 and sizes[0] in HEAD_SIZES)
+    if not known_sizes:
         known = ", ".join(map(str, HEAD_SIZES))
         problem = f"it needs keys and values of {known} channels, not {sizes[0]} and "
         return problem + str(sizes[2]), "pad the heads"

@@ -1,0 +1,1 @@
+"""Paged attention over latents: values are the first channels of the keys."""
