@@ -220,11 +220,7 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 
 UNPUBLISHED = {
-    "decode_1p5b",
     "decode_7b",
-    "decode_attention",
-    "decode_moe",
-    "generation_compile",
     "generation_mixed",
     "host_decode",
     "moe_layer_vs_sonic",
