@@ -119,30 +119,40 @@ class _Program:
 
         @pl.loop(0, num_steps)
         def _(step):
+            # Before the wait, in which the numbers of the pages arrive.
+            numbers = self.read_pages(pages, step)
+
             # Stages are free at first: nobody arrives for the first round.
             @pl.when(step >= stages)
             def _():
                 plgpu.barrier_wait(self.memory.keys_free.at[self.stage(step)])
 
-            self.copy_step(latents, pages, step)
+            self.copy_step(latents, numbers, step)
 
         # A kernel must observe every arrival.
         @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
         def _(step):
             plgpu.barrier_wait(self.memory.keys_free.at[self.stage(step)])
 
-    def copy_step(self, latents: Any, pages: Any, step: Array) -> None:
-        """Starts to copy the latents of a step."""
-        sizes, stage = self.sizes, self.stage(step)
-        size, page_size = STEP // sizes.copies, index(sizes.page_size)
+    def read_pages(self, pages: Any, step: Array) -> list[Array]:
+        """Reads the pages of a step from global memory."""
         first_key = (self.place.first + step) * STEP
-        within, first = lax.rem(first_key, page_size), lax.div(first_key, page_size)
+        first = lax.div(first_key, index(self.sizes.page_size))
+        # The last step may run beyond the end of the table.
+        last = index(self.sizes.table_size - 1)
+        return [
+            pages[self.place.chunk, jnp.minimum(first + nth, last)]
+            for nth in range(self.sizes.copies)
+        ]
+
+    def copy_step(self, latents: Any, pages: list[Array], step: Array) -> None:
+        """Starts to copy the latents of a step, of some pages or a part of one."""
+        sizes, stage = self.sizes, self.stage(step)
+        size, first_key = STEP // sizes.copies, (self.place.first + step) * STEP
+        within = lax.rem(first_key, index(sizes.page_size))
         # Mosaic must know that copies begin at multiples of their size.
         within = pl.multiple_of(within, size) if sizes.page_size > STEP else 0
-        # The last step may run beyond the end of the table.
-        last = index(sizes.table_size - 1)
-        for nth in range(sizes.copies):
-            page = pages[self.place.chunk, jnp.minimum(first + nth, last)]
+        for nth, page in enumerate(pages):
             plgpu.copy_gmem_to_smem(
                 latents.at[page, self.place.head, pl.ds(within, size)],
                 self.memory.ring.at[stage, pl.ds(nth * size, size)],
