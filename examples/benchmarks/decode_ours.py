@@ -260,7 +260,7 @@ def time_requests(decoder, workloads, given):
 def serve(engine, workload, vocab_size, in_batches):
     """Seconds in which an engine serves all requests, together or in batches."""
     prompts, sizes = workload.prompts(vocab_size), workload.sizes()
-    num_at_once = engine.scheduler.slots.max_rows if in_batches else len(prompts)
+    num_at_once = engine.scheduler.max_rows if in_batches else len(prompts)
     start, rows = time.perf_counter(), []
     for first in range(0, len(prompts), num_at_once):
         batch = slice(first, first + num_at_once)

@@ -56,7 +56,7 @@ class Written:
         sizes = [Size(num_rows), Size(num_rows, 2)]
         sizes += [Size(num_rows, width=width)] if width > 1 else []
         pool = Pool(num_pages, PAGE)
-        self.scheduler = Scheduler(pool, num_rows, most, sizes, chunk_size=8)
+        self.scheduler = Scheduler([pool], num_rows, most, sizes, chunk_size=8)
         self.engine = Engine(passes, self.scheduler)
         self.num_passes = self.num_drafted = 0
         plan = self.scheduler.plan

@@ -89,7 +89,7 @@ class Written:
         sizes = [Size(ROWS), Size(ROWS, 2), Size(ROWS, steps=4)]
         sizes += [Size(ROWS, width=width)] if width > 1 else []
         pool = Pool(num_pages, PAGE)
-        self.scheduler = Scheduler(pool, ROWS, LENGTH, sizes, chunk_size=chunk_size)
+        self.scheduler = Scheduler([pool], ROWS, LENGTH, sizes, chunk_size=chunk_size)
         self.engine = Engine(passes, self.scheduler)
 
     def write(self):

@@ -331,7 +331,7 @@ def test_stale_lanes_harm_nobody(lag, length):
     first = loop.add(prompt, 8, {tokens[1]})
     while first.finish_reason is None:
         loop.step()
-    stale = {page for x in loop.flying for page in x.table[x.lanes.slots[0]]} - {0}
+    stale = {page for x in loop.flying for page in x.tables[0][x.lanes.slots[0]]} - {0}
     assert stale and first.finish_reason == "stop"
     second = loop.add(make_text(random.Random(0), 12, 12), 4)
     third = loop.add([*first.tokens, 9], 2)
@@ -359,9 +359,10 @@ def test_plans_do_not_change_after_they_are_made():
     loop = Loop(steps=1)
     loop.add([1, 2], 9)
     plans = [loop.plan() for _ in range(5)]
-    assert [x.table[0].tolist()[:2] for x in plans] == [[1, 0]] * 3 + [[1, 2]] * 2
-    assert plans[0].table is plans[2].table and plans[3].table is plans[4].table
-    assert not plans[4].table[-1].any()
+    assert [x.tables[0][0].tolist()[:2] for x in plans] == [[1, 0]] * 3 + [[1, 2]] * 2
+    assert plans[0].tables[0] is plans[2].tables[0]
+    assert plans[3].tables[0] is plans[4].tables[0]
+    assert not plans[4].tables[0][-1].any()
     loop.run()
 
 
@@ -513,7 +514,7 @@ def test_metrics_count_drafts():
 
 
 def test_requests_that_never_fit_are_refused():
-    scheduler = Scheduler(Pool(5, 4), 2, 40, [Size(2, 1)])
+    scheduler = Scheduler([Pool(5, 4)], 2, 40, [Size(2, 1)])
     scheduler.add(Sequence([1] * 10, 7))
     with config_error(
         "max_new_tokens=8 after 10 tokens needs 5 pages of 4 tokens, and the cache has "
@@ -545,7 +546,7 @@ def test_rows_without_lanes_are_refused():
         "max_rows=9 is more than the 8 lanes of a pass with chunks; add a larger size, "
         "or use fewer rows"
     ):
-        Scheduler(Pool(5, 4), 9, 40, [Size(64), Size(8, 2)])
+        Scheduler([Pool(5, 4)], 9, 40, [Size(64), Size(8, 2)])
 
 
 def test_results_come_in_order():

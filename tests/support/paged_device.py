@@ -7,6 +7,7 @@ the prefix.
 """
 
 import collections
+import dataclasses
 import random
 
 import numpy as np
@@ -48,7 +49,7 @@ def expect(sequence):
 
 
 class Device:
-    """State of all slots and pages, changed by passes in order."""
+    """State of all slots and pages of a shard, changed by passes in order."""
 
     def __init__(self, num_pages, page_size, max_rows):
         self.page_size = page_size
@@ -58,11 +59,11 @@ class Device:
         self.owners, self.given = {}, {}
 
     def run(self, plan):
-        """Runs a pass.
+        """Runs the part of a pass that is of one shard.
 
         Returns int[steps * width, lanes + chunks], -1 where nothing is.
         """
-        for slot, sequence in plan.admitted:
+        for slot, sequence in plan.admitted[0]:
             self.last[slot], self.owners[slot] = -1, sequence
             self.given[slot] = [*sequence.tokens]
         num_lanes, num_chunks, width, num_steps = plan.size
@@ -77,16 +78,16 @@ class Device:
                     read = self.given[slot][start : start + count]
                     reads.append((slot, start, read))
             if reads:
-                self.write(plan.table, reads)
+                self.write(plan.tables[0], reads)
             for lane, (slot, start, read) in zip(live, reads, strict=False):
                 for i, token in enumerate(read):
                     if i and token != self.last[slot]:
                         break  # a draft that is wrong
-                    self.last[slot] = self.read(plan.table, slot, start + i + 1)
+                    self.last[slot] = self.read(plan.tables[0], slot, start + i + 1)
                     results[step + i, lane] = self.last[slot]
             for chunk, (slot, start, count, is_last) in enumerate(prompts):
                 if count:
-                    token = self.read(plan.table, slot, start + count)
+                    token = self.read(plan.tables[0], slot, start + count)
                 if is_last:
                     results[0, num_lanes + chunk] = self.last[slot] = token
         return results
@@ -124,6 +125,26 @@ class Device:
         truth = true_text(self.owners[int(slot)], int(length) + 1)
         assert (found == truth[:length]).all(), (found, truth)
         return int(truth[length])
+
+
+def parts_of(plan):
+    """The pass of each shard."""
+    number = len(plan.tables)
+
+    def split(pieces):
+        nothing = [None] * number
+        columns = [nothing if x is None else np.split(x, number) for x in pieces]
+        return [type(pieces)(*each) for each in zip(*columns, strict=True)]
+
+    pieces = split(plan.lanes), split(plan.chunks)
+    return [
+        dataclasses.replace(
+            plan, lanes=lanes, chunks=chunks, tables=(table,), admitted=(admitted,)
+        )
+        for lanes, chunks, table, admitted in zip(
+            *pieces, plan.tables, plan.admitted, strict=True
+        )
+    ]
 
 
 def true_text(sequence, length):
@@ -187,18 +208,22 @@ class Loop:
         steps=8,
         lag=0,
         guesses=True,
+        num_shards=1,
     ):
-        self.pool = ObservedPool(num_pages, page_size)
+        self.pools = [ObservedPool(num_pages, page_size) for _ in range(num_shards)]
+        self.pool = self.pools[0]
         if steps > 1:
             lanes = [x.lanes for x in sizes if x.width == 1 and not x.chunks]
             sizes = [*sizes, *(Size(number, steps=steps) for number in lanes)]
         shape = max_rows, max_length, sizes
-        self.scheduler = Scheduler(self.pool, *shape, chunk_size=chunk_size)
+        self.scheduler = Scheduler(self.pools, *shape, chunk_size=chunk_size)
         if guesses:
             num_drafts = self.scheduler.speculator.num_drafts
             self.scheduler.speculator = Guesses(num_drafts)
-        self.slots = self.scheduler.slots
-        self.device = Device(num_pages, page_size, max_rows)
+        self.shards = self.scheduler.shards
+        self.slots = self.shards[0]
+        shape = num_pages, page_size, max_rows
+        self.devices = [Device(*shape) for _ in self.shards]
         self.lag, self.flying, self.plans = lag, collections.deque(), []
         self.scored = collections.defaultdict(list)
         """Places of each prompt whose scores have come, in order."""
@@ -208,7 +233,11 @@ class Loop:
 
     @property
     def is_idle(self):
-        return not self.slots.running and not self.scheduler.waiting
+        return not self.running and not self.scheduler.waiting
+
+    @property
+    def running(self):
+        return [x for slots in self.shards for x in slots.running]
 
     def step(self):
         """Plans a pass, or runs and accepts one; returns whether either was there."""
@@ -219,16 +248,21 @@ class Loop:
         return plan is not None
 
     def plan(self):
-        published, self.pool.handed = self.pool.published(), []
-        decoding = [x for x in self.slots.running if x.is_decoding]
+        published = [pool.published() for pool in self.pools]
+        for pool in self.pools:
+            pool.handed = []
+        decoding = [x for x in self.running if x.is_decoding]
         has_drafts = any(x.size.width > 1 for x in self.flying)
         plan = self.scheduler.plan()
         self.check()
         if plan is not None:
             assert not has_drafts, "a position is planned that nobody knows"
             assert plan.size.width == 1 or not self.flying, "drafts of old tokens"
-            self.check_arrays(plan)
-            self.check_writes(plan, published - {*self.pool.handed})
+            for part, pool, pages in zip(
+                parts_of(plan), self.pools, published, strict=True
+            ):
+                self.check_arrays(part)
+                self.check_writes(part, pages - {*pool.handed})
             self.check_lanes(plan, decoding)
             self.plans.append(plan)
             self.flying.append(plan)
@@ -236,7 +270,9 @@ class Loop:
 
     def accept(self):
         oldest = self.flying.popleft()
-        results = self.scheduler.accept(oldest, self.device.run(oldest))
+        pairs = zip(self.devices, parts_of(oldest), strict=True)
+        found = [device.run(part) for device, part in pairs]
+        results = self.scheduler.accept(oldest, np.concatenate(found, axis=1))
         for sequence, _, _, scored in results:
             for chunk, tokens in scored:
                 assert oldest.chunks.num_best[chunk] == sequence.prompt_logprobs
@@ -251,22 +287,26 @@ class Loop:
         while self.step():
             pass
         assert self.is_idle, "a deadlock"
-        assert self.pool.num_live == 0 and not self.slots._promised
+        for slots in self.shards:
+            assert slots.pool.num_live == 0 and not slots._promised
         assert not self.scheduler._promises
 
     def check(self):
         """Fails if a page or a slot is lost, or the table is another."""
-        running, waiting = self.slots.running, self.scheduler.waiting
-        self.pool.check([x.pages for x in running])
-        slots = [*self.slots._free, *(x.slot for x in running)]
-        assert sorted(slots) == [*range(self.slots.max_rows)]
+        waiting = self.scheduler.waiting
         assert not any(x.pages for x in waiting)
-        for arrivals in ([x.arrival for x in part] for part in (running, waiting)):
+        queues = [waiting, *(slots.running for slots in self.shards)]
+        for arrivals in ([x.arrival for x in queue] for queue in queues):
             assert arrivals == sorted(arrivals)
-        wanted = np.zeros_like(self.slots._table)
-        for sequence in running:
-            wanted[sequence.slot, : len(sequence.pages)] = sequence.pages
-        assert (self.slots._table == wanted).all()
+        for number, slots in enumerate(self.shards):
+            assert {x.shard for x in slots.running} <= {number}
+            slots.pool.check([x.pages for x in slots.running])
+            numbers = [*slots._free, *(x.slot for x in slots.running)]
+            assert sorted(numbers) == [*range(slots.max_rows)]
+            wanted = np.zeros_like(slots._table)
+            for sequence in slots.running:
+                wanted[sequence.slot, : len(sequence.pages)] = sequence.pages
+            assert (slots._table == wanted).all()
 
     def check_arrays(self, plan):
         """Fails if an array would compile another program, or an idle lane is live."""
@@ -285,7 +325,7 @@ class Loop:
             assert ((part.slots == self.slots.max_rows) == (part.counts == 0)).all()
             assert (part.ends <= (part.counts > 0)).all()
             assert part.num_best is None or part.num_best.shape == (count,)
-            dtypes = [x.dtype.name for x in (plan.table, *part[:5])]
+            dtypes = [x.dtype.name for x in (*plan.tables, *part[:5])]
             assert dtypes == ["int32"] * 4 + ["bool", "int32"]
 
     def check_writes(self, plan, published):
@@ -297,11 +337,15 @@ class Loop:
                 part.slots[live], part.starts[live], part.counts[live], strict=True
             ):
                 first, last = start // size, (start + count - 1) // size
-                pages = plan.table[slot, first : last + 1].tolist()
+                pages = plan.tables[0][slot, first : last + 1].tolist()
                 assert not published & set(pages)
 
     def check_lanes(self, plan, decoding):
         """Fails if a sequence that decodes misses a pass."""
-        found = plan.lanes.slots[plan.lanes.counts > 0].tolist()
-        found += [slot for slot, _ in plan.admitted]  # preempted, and back at once
-        assert all(x.slot is None or x.slot in found for x in decoding)
+        found = []
+        for shard, part in enumerate(parts_of(plan)):
+            slots = part.lanes.slots[part.lanes.counts > 0].tolist()
+            # Preempted, and back at once.
+            slots += [slot for slot, _ in part.admitted[0]]
+            found += [(shard, slot) for slot in slots]
+        assert all(x.slot is None or (x.shard, x.slot) in found for x in decoding)

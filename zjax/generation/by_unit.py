@@ -16,10 +16,17 @@ import numpy as np
 
 from zjax.generation.chunks import Chunks, batch_of
 from zjax.generation.pages import attend
-from zjax.generation.passes import Reader, Rows, lay_chunks, score_and_choose
+from zjax.generation.passes import (
+    DIMS_OF_ROWS,
+    Reader,
+    Rows,
+    lay_chunks,
+    score_and_choose,
+)
 from zjax.generation.plan import Pieces
 from zjax.generation.programs import History, page_bytes, read_in_turn
 from zjax.generation.sampling import Chosen
+from zjax.generation.shards import by_shard, pin_results, shard_axes
 from zjax.offload.compiled import Jit
 from zjax.offload.stream import Load
 from zjax.offload.units import UnitStream, gathered, rows_by_part
@@ -41,26 +48,43 @@ class UnitPrograms:
         self.units = units
         self.reader = Reader(units.stack)
         self._rows = rows_by_part(units.stack, staged_plan(units.plan).compute)
-        self.lay = jit(lay_chunks, static_argnums=3)
+        self.lay = jit(self._lay, static_argnums=3)
         self.embed = jit(self._embed)
         # The pages are donated, and so is the stream in `add_tile`: both are replaced.
         self.read = jit(self._read, static_argnums=0, donate_argnums=5)
         self.add_tile = jit(self._add_tile, static_argnums=0, donate_argnums=2)
         self.choose = jit(self._choose, donate_argnums=3)
 
-    def _embed(self, params: Params, parts: Sequence[Chunks]) -> Any:
-        params = gathered(params, self._rows["embed"])
-        carry, context = self.reader.continuation.embed(params, batch_of(parts))
-        return pin_rows(carry), context
+    def _lay(
+        self,
+        history: jax.Array,
+        rows: Rows,
+        pieces: Sequence[Pieces],
+        sizes: Sequence[int],
+    ) -> Any:
+        lay = functools.partial(lay_chunks, sizes=sizes)
+        return by_shard(lay, shard_axes(), (0, 0, 0), 0)(history, rows, pieces)
 
-    def _read(self, segment: int, params: Params, carry: Any, *args: Any) -> Any:
+    def _embed(self, params: Params, parts: Sequence[Chunks]) -> Any:
+        def embed(params: Params, parts: Sequence[Chunks]) -> Any:
+            carry, context = self.reader.continuation.embed(params, batch_of(parts))
+            return pin_rows(carry), context
+
+        params = gathered(params, self._rows["embed"])
+        return by_shard(embed, shard_axes(), (None, 0), (0, 0))(params, parts)
+
+    def _read(self, segment: int, params: Params, *args: Any) -> Any:
         """Returns stream and input of the tiles, and the pages."""
-        context, parts, caches = args
+
+        def read(params: Params, carry: Any, context: Any, parts: Any, caches: Any):
+            run = self.reader.continuation.blocks[segment]
+            attend_to = functools.partial(attend, parts)
+            results, caches = run(params, carry, context, attend_to, caches)
+            return jax.tree.map(pin_rows, results), caches
+
         params = gathered(params, self._rows[segment, False])
-        run = self.reader.continuation.blocks[segment]
-        attend_to = functools.partial(attend, parts)
-        results, caches = run(params, carry, context, attend_to, caches)
-        return jax.tree.map(pin_rows, results), caches
+        mapped = by_shard(read, shard_axes(), (None, 0, 0, 0, 0), (0, 0))
+        return mapped(params, *args)
 
     def _add_tile(
         self, segment: int, params: Params, carry: jax.Array, entering: jax.Array
@@ -68,21 +92,25 @@ class UnitPrograms:
         """Adds the result of a tile to the stream."""
         tiles = self.units.stack.segments[segment].tiles
         assert tiles is not None
-        params = gathered(params, self._rows[segment, True])
-        return pin_rows(carry + tiles.tile(params, entering, None))
 
-    def _choose(
-        self,
-        head: Params,
-        carry: jax.Array,
-        parts: Sequence[Chunks],
-        history: jax.Array,
-        rows: Rows,
-        pieces: Sequence[Pieces],
-    ) -> Any:
-        params = gathered(head, self._rows["head"])
-        score = functools.partial(self.reader.continuation.score, params)
-        return score_and_choose(score, parts, carry, history, rows, pieces)
+        def add(params: Params, carry: jax.Array, entering: jax.Array) -> jax.Array:
+            return pin_rows(carry + tiles.tile(params, entering, None))
+
+        params = gathered(params, self._rows[segment, True])
+        return by_shard(add, shard_axes(), (None, 0, 0), 0)(params, carry, entering)
+
+    def _choose(self, head: Params, *args: Any) -> Any:
+        """Returns the history and the new tokens."""
+
+        def choose(head: Params, parts: Any, carry: Any, *known: Any) -> Any:
+            score = functools.partial(self.reader.continuation.score, head)
+            return score_and_choose(score, parts, carry, *known)
+
+        head = gathered(head, self._rows["head"])
+        # Chunks, stream, history, rows and pieces.
+        ins, outs = (None, 0, 0, 0, 0, 0), (0, DIMS_OF_ROWS)
+        history, chosen = by_shard(choose, shard_axes(), ins, outs)(head, *args)
+        return history, pin_results(chosen)
 
 
 class UnitDecoder:
@@ -102,6 +130,11 @@ class UnitDecoder:
         rows = programs.units.plan.compute
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
         self.shapes = jax.eval_shape(programs.reader.cut, shapes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that split rows, under the mesh of the passes."""
+        return shard_axes()
 
     def passes(self, **shapes: int) -> "UnitPasses":
         """Makes passes of the shapes that `Programs` takes."""
@@ -126,13 +159,13 @@ class UnitPasses:
     ):
         self._decoder, self._programs = decoder, decoder.programs
         self._units, self._number = decoder.programs.units, 0
-        self._history = History(num_slots, max_length)
+        self._history = History(num_slots, max_length, shard_axes())
         reader = decoder.programs.reader
         self._caches = [*reader.empty_caches(decoder.shapes, num_pages, page_size)]
 
-    def remember(self, slot: int, tokens: np.ndarray) -> None:
-        """Stores the tokens of a row that begins in a slot."""
-        self._history.set_row(slot, tokens)
+    def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
+        """Stores the tokens of a row that begins in a slot of each shard."""
+        self._history.set_rows(slots, tokens)
 
     def compile(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
@@ -175,7 +208,7 @@ class UnitPasses:
                 results, cache = programs.read(*operands, caches[unit.block])
                 (carry, entering), caches[unit.block] = results, cache
             used.append(carry)
-        inputs = carry, parts, self._history.tokens, rows, pieces
+        inputs = parts, carry, self._history.tokens, rows, pieces
         self._history.tokens, chosen = programs.choose(decoder.head, *inputs)
         return chosen
 

@@ -1,14 +1,16 @@
 """Engine: many requests through few programs, without waiting for the devices."""
 
 import collections
+import itertools
 from collections.abc import Collection, Iterator
+from collections.abc import Sequence as List
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from zjax.generation.passes import Rows
-from zjax.generation.plan import Pieces, Plan, lay_tasks
+from zjax.generation.plan import Pieces, Plan, lay_plan
 from zjax.generation.programs import Passes
 from zjax.generation.sampling import (
     GREEDY,
@@ -20,6 +22,7 @@ from zjax.generation.sampling import (
 )
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
+from zjax.generation.shards import send
 
 NUM_AHEAD = 2
 """Passes on the devices at once: the results of the older are read meanwhile."""
@@ -55,18 +58,27 @@ class Engine:
         passes: What reads passes.
         scheduler: What plans passes.
         end_ids: Ids that end texts whose sampling names none.
+        axes: Mesh axes that split rows into the data shards of the scheduler.
     """
 
     def __init__(
-        self, passes: Passes, scheduler: Scheduler, *, end_ids: tuple[int, ...] = ()
+        self,
+        passes: Passes,
+        scheduler: Scheduler,
+        *,
+        end_ids: tuple[int, ...] = (),
+        axes: tuple[str, ...] = (),
     ):
         self.scheduler = scheduler
-        self._passes, self._end_ids = passes, end_ids
+        self._passes, self._end_ids, self._axes = passes, end_ids, axes
         self._in_flight: collections.deque[tuple[Plan, Chosen]] = collections.deque()
-        # Of the host, and what the devices have of it.
-        self._host_rows = _lay_rows([None] * (scheduler.slots.max_rows + 1), end_ids)
+        # Of the host, and what the devices have of it. The last slot of a shard belongs
+        # to padding.
+        self._num_slots = scheduler.max_rows + 1
+        num_rows = len(scheduler.shards) * self._num_slots
+        self._host_rows = _lay_rows([None] * num_rows, end_ids)
         self._rows: Rows | None = None
-        self._table: np.ndarray | None = None
+        self._tables: tuple[np.ndarray, ...] = ()
 
     def run(self) -> Iterator[News]:
         """Yields what passes add, until all sequences have ended."""
@@ -75,12 +87,13 @@ class Engine:
 
     def compile(self) -> None:
         """Starts to compile the passes of all sizes, passes of prompts first."""
-        slots = self.scheduler.slots
-        rows = self._send_rows(slots.lend_table())
+        tables = [slots.lend_table() for slots in self.scheduler.shards]
+        nothing = [[] for _ in tables]
+        rows = self._send_rows(tables)
         for size in sorted(self.scheduler.sizes, key=lambda size: -size.chunks):
-            lanes = lay_tasks([], size.lanes, slots.max_rows, size.width - 1)
-            chunks = lay_tasks([], size.chunks, slots.max_rows)
-            self._passes.compile(rows, *self._pieces(lanes, chunks), size.steps)
+            plan = lay_plan(0, size, lanes=nothing, chunks=nothing, tables=tables)
+            pieces = self._pieces(plan.lanes, plan.chunks)
+            self._passes.compile(rows, *pieces, size.steps)
 
     def close(self) -> None:
         """Drops what has not begun to compile; no step follows."""
@@ -125,24 +138,35 @@ class Engine:
 
     def _update_rows(self, plan: Plan) -> Rows:
         """Returns what the devices know of slots, sent again where it has changed."""
-        for slot, sequence in plan.admitted:
-            self._passes.remember(slot, np.array(sequence.tokens, np.int32))
-            row = _lay_rows([sequence], self._end_ids)
-            leaves = map(jax.tree.leaves, (self._host_rows, row))
-            for all_rows, values in zip(*leaves, strict=True):
-                all_rows[slot] = values[0]
-        rows = self._rows
-        if rows is None or plan.admitted:
-            rows = self._send_rows(plan.table)
-        elif plan.table is not self._table:
-            rows = rows._replace(table=jax.device_put(plan.table))
-        self._rows, self._table = rows, plan.table
+        for shard, admitted in enumerate(plan.admitted):
+            for slot, sequence in admitted:
+                row = _lay_rows([sequence], self._end_ids)
+                leaves = map(jax.tree.leaves, (self._host_rows, row))
+                for all_rows, values in zip(*leaves, strict=True):
+                    all_rows[shard * self._num_slots + slot] = values[0]
+        self._remember(plan)
+        rows, pairs = self._rows, zip(plan.tables, self._tables, strict=False)
+        if rows is None or any(plan.admitted):
+            rows = self._send_rows(plan.tables)
+        elif any(new is not old for new, old in pairs):
+            table = send(np.concatenate(plan.tables), self._axes)
+            rows = rows._replace(table=table)
+        self._rows, self._tables = rows, plan.tables
         return rows
 
-    def _send_rows(self, table: np.ndarray) -> Rows:
+    def _remember(self, plan: Plan) -> None:
+        """Stores the tokens of sequences with a new slot, one of each shard at once."""
+        nobody = self._num_slots - 1, None
+        for column in itertools.zip_longest(*plan.admitted, fillvalue=nobody):
+            slots = np.array([slot for slot, _ in column], np.int32)
+            tokens = [np.array(x.tokens if x else [], np.int32) for _, x in column]
+            self._passes.remember(slots, tokens)
+
+    def _send_rows(self, tables: List[np.ndarray]) -> Rows:
         """Sends the pages, lengths and settings of all slots to the devices."""
         # Copies: a CPU device may share the memory of the host.
-        return jax.device_put(Rows(table, *jax.tree.map(np.copy, self._host_rows)))
+        rows = jax.tree.map(np.copy, self._host_rows)
+        return send(Rows(np.concatenate(tables), *rows), self._axes)
 
 
 def _fetch(plan: Plan, chosen: Chosen) -> Any:

@@ -20,6 +20,7 @@ from zjax.generation.prompts import longest_text, read_prompts, salt_of
 from zjax.generation.sampling import Sampling
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence as Sample
+from zjax.generation.shards import num_shards
 from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE, pages_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.stack import Decoder
@@ -32,6 +33,11 @@ class StoredDecoder(Protocol):
     """A decoder whose weights are where passes read them."""
 
     config: schema.Model
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that split rows into data shards, under the mesh of the passes."""
+        ...
 
     def passes(self, **shapes: int) -> Passes:
         """Makes passes of the shapes that `Programs` takes."""
@@ -113,11 +119,13 @@ def _write(
 ) -> list[list[int]]:
     """Returns the new tokens of each prompt."""
     longest = longest_text(model.config)[1]
-    num_slots = min(_power(len(prompts)), MAX_ROWS)
+    decoder = stored(model)
+    num_rows = -(-len(prompts) // num_shards(decoder.axes))
+    num_slots = min(_power(num_rows), MAX_ROWS)
     num_tokens = max(map(len, prompts)) + sampling.max_new_tokens
     num_pages = pages_of(num_slots, num_tokens)
     sizes = Size(num_slots, steps=NUM_STEPS), Size(num_slots, NUM_CHUNKS)
-    engine = make_engine(stored(model), sizes, longest, num_pages)
+    engine = make_engine(decoder, sizes, longest, num_pages)
     sequences = []
     for prompt, seed in zip(prompts, seeds.tolist(), strict=True):
         request = Request(dataclasses.replace(sampling, seed=seed))
@@ -137,7 +145,7 @@ def make_engine(
     num_pages: int,
     end_ids: tuple[int, ...] = (),
 ) -> Engine:
-    """Makes an engine with a row for each lane of the largest size."""
+    """Makes an engine with a row for each lane of the largest size on each shard."""
     num_slots = max(size.lanes for size in sizes)
     passes = decoder.passes(
         num_slots=num_slots,
@@ -145,9 +153,9 @@ def make_engine(
         num_pages=num_pages,
         page_size=PAGE_SIZE,
     )
-    pool = Pool(num_pages, PAGE_SIZE)
-    scheduler = Scheduler(pool, num_slots, max_length, sizes)
-    return Engine(passes, scheduler, end_ids=end_ids)
+    pools = [Pool(num_pages, PAGE_SIZE) for _ in range(num_shards(decoder.axes))]
+    scheduler = Scheduler(pools, num_slots, max_length, sizes)
+    return Engine(passes, scheduler, end_ids=end_ids, axes=decoder.axes)
 
 
 def stored(

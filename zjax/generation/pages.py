@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from zjax.generation.chunks import Chunks, split_tokens
 from zjax.generation.dtypes import CacheDtype
+from zjax.generation.shards import num_shards, shard_axes
 from zjax.models.continuation import How
 from zjax.models.layers import Stored
 from zjax.models.projections import Projections, finish
@@ -26,8 +27,8 @@ class Pages:
     """Pages of one layer, shared by all rows of text.
 
     No other code knows the layout, the dtype or the sharding of a cache:
-    [pages, heads, page, channels] each; heads are split over the tensor and sequence
-    axes of the mesh in use.
+    [pages, heads, page, channels] each; pages are split over data shards, and heads
+    over the tensor and sequence axes of the mesh in use.
 
     Args:
         stored: Keys and values; one array of latents serves as both.
@@ -43,7 +44,11 @@ class Pages:
         page_size: int,
         cache_dtype: CacheDtype = "compute",
     ) -> "Pages":
-        """Makes pages of zeros for shapes that a layer stores, [N, 1, heads, C]."""
+        """Makes pages of zeros for shapes that a layer stores, [N, 1, heads, C].
+
+        Each data shard has `num_pages`.
+        """
+        num_pages *= num_shards(shard_axes())
 
         def zeros(x: Any) -> jax.Array:
             dtype = x.dtype if cache_dtype == "compute" else jnp.float8_e4m3fn
@@ -76,16 +81,19 @@ class Pages:
 
 
 def _pinned(pool: Float[Array, "pages heads page C"]) -> Float[Array, "..."]:
-    """Splits heads over the mesh in use; the compiler may replicate them in a loop."""
+    """Splits pages and heads over the mesh in use.
+
+    The compiler may replicate heads in a loop. Inside a shard only heads are split.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return pool
-    return pin(pool, None, meshes.entry(head_axes(pool.shape[1])), None, None)
+    axes = shard_axes(), head_axes(pool.shape[1])
+    return pin(pool, *map(meshes.entry, axes), None, None)
 
 
 def bytes_on_device(pool: Any) -> int:
     """Counts the bytes that an array of pages takes on a device of the mesh in use."""
-    mesh = jax.sharding.get_abstract_mesh()
-    shares = 1 if mesh.empty else meshes.num_shares(mesh, head_axes(pool.shape[1]))
+    shares = num_shards((*shard_axes(), *head_axes(pool.shape[1])))
     return math.prod(pool.shape) * pool.dtype.itemsize // shares
 
 

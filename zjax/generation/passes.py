@@ -35,6 +35,10 @@ Score = Callable[[Float[Array, "N 1 M"]], Float[Array, "N V"]]
 """Returns the logits of the token behind each token of a stream."""
 
 
+DIMS_OF_ROWS = Chosen._make([1, 1, 1, 1, 0])
+"""Dim of rows or chunks of each array of `Chosen`, and of all arrays of `prompt`."""
+
+
 class Rows(NamedTuple):
     """What the devices know of each slot; the last slot belongs to padding."""
 
@@ -208,6 +212,9 @@ def score_and_choose(
     pieces: Sequence[Pieces],
 ) -> tuple[Int[Array, "slots S"], Chosen]:
     """Chooses new tokens as `choose`, and scores the prompts of pieces that ask."""
+    # Experts leave rows split over devices. Inside a data shard XLA cannot partition
+    # the lookup of a token of each chunk then.
+    stream = pin_everywhere(stream)
     logits = score(chosen_from(parts, pieces, stream))
     updated, chosen = choose(logits, history, rows, pieces)
     if pieces[-1].num_best is None:

@@ -1,4 +1,8 @@
-"""A pass as arrays of few shapes: tokens to read, places of results."""
+"""A pass as arrays of few shapes: tokens to read, places of results.
+
+The arrays of a pass have the data shards one after another, with equal parts; slots and
+pages are numbered on each shard.
+"""
 
 import dataclasses
 from collections.abc import Sequence as List
@@ -19,7 +23,7 @@ _NO_POSITION = range(0)
 
 
 class Size(NamedTuple):
-    """Shape of a compiled pass; a pass with drafts has no chunks."""
+    """Shape of a compiled pass on a data shard; a pass with drafts has no chunks."""
 
     lanes: int
     """Sequences that read tokens of the device, one after another."""
@@ -33,6 +37,11 @@ class Size(NamedTuple):
     def num_tokens(self, chunk_size: int) -> int:
         """Counts the tokens that a pass of the size computes at once."""
         return self.lanes * self.width + self.chunks * chunk_size
+
+    def chunk_at(self, column: int) -> int:
+        """Returns the chunk, among the chunks of all shards, of a column of results."""
+        shard, place = divmod(column, self.lanes + self.chunks)
+        return shard * self.chunks + place - self.lanes
 
 
 class Pieces(NamedTuple):
@@ -102,7 +111,7 @@ class Place(NamedTuple):
 
     sequence: Sequence
     column: int
-    """Lane, or number of lanes plus the chunk."""
+    """Lane, or number of lanes plus the chunk, behind the columns of earlier shards."""
     num_new: int
     """New tokens, from the first step on; with drafts the most that may come."""
     scored: range = _NO_POSITION
@@ -115,14 +124,14 @@ class Plan:
 
     Args:
         number: Number of the pass, from 0 on; passes run in this order.
-        size: Shape of the compiled pass.
+        size: Shape of the compiled pass on each shard.
         lanes: Decode part; a lane reads up to `size.steps * size.width` tokens.
         chunks: Prompt part.
-        table: int32[max_rows + 1, max_pages], pages of each slot; 0, the sink, behind
-            the pages of a slot and in the last row. The array is not written again, and
-            is the array of the previous plan if no page has changed.
-        admitted: Slots with a new owner; the engine sets the slots before the pass,
-            with all tokens that the sequence has.
+        tables: int32[max_rows + 1, max_pages] of each shard, pages of each slot; 0, the
+            sink, behind the pages of a slot and in the last row. An array is not
+            written again, and is the array of the previous plan if no page has changed.
+        admitted: Slots of each shard with a new owner; the engine sets the slots before
+            the pass, with all tokens that the sequence has.
         places: Places of new tokens and scored tokens in the results; the places of a
             sequence are adjacent, in the order of the tokens.
     """
@@ -131,36 +140,75 @@ class Plan:
     size: Size
     lanes: Pieces
     chunks: Pieces
-    table: np.ndarray
-    admitted: tuple[tuple[int, Sequence], ...]
+    tables: tuple[np.ndarray, ...]
+    admitted: tuple[tuple[tuple[int, Sequence], ...], ...]
     places: tuple[Place, ...]
 
 
 def lay_tasks(
-    tasks: List[Task], num_pieces: int, no_slot: int, num_drafts: int = 0
+    shards: List[List[Task]], num_pieces: int, no_slot: int, num_drafts: int = 0
 ) -> Pieces:
-    """Lays tasks into the arrays of a pass, in order."""
+    """Lays the tasks of each shard into the arrays of a pass, in order."""
+    tasks = [task for each in shards for task in each]
+    # A shard has `num_pieces` from its first on.
+    firsts = range(0, len(shards) * num_pieces, num_pieces)
+    places = [
+        first + number
+        for first, each in zip(firsts, shards, strict=True)
+        for number in range(len(each))
+    ]
+    num_pieces *= len(shards)
     slots = np.full(num_pieces, no_slot, np.int32)
     starts, counts = np.zeros((2, num_pieces), np.int32)
     ends = np.zeros(num_pieces, bool)
     drafts = np.zeros((num_pieces, num_drafts), np.int32)
-    slots[: len(tasks)] = [task.slot for task in tasks]
-    starts[: len(tasks)] = [task.start for task in tasks]
-    counts[: len(tasks)] = [task.num_tokens for task in tasks]
-    ends[: len(tasks)] = [task.num_new > 0 for task in tasks]
-    for number, task in enumerate(tasks):
-        drafts[number, : len(task.drafts)] = task.drafts
     num_best = np.full(num_pieces, -1, np.int32)
-    num_best[: len(tasks)] = [task.num_best for task in tasks]
+    slots[places] = [task.slot for task in tasks]
+    starts[places] = [task.start for task in tasks]
+    counts[places] = [task.num_tokens for task in tasks]
+    ends[places] = [task.num_new > 0 for task in tasks]
+    num_best[places] = [task.num_best for task in tasks]
+    for place, task in zip(places, tasks, strict=True):
+        drafts[place, : len(task.drafts)] = task.drafts
     scores = any(task.num_best >= 0 for task in tasks)
     return Pieces(slots, starts, counts, ends, drafts, num_best if scores else None)
 
 
+def lay_plan(
+    number: int,
+    size: Size,
+    *,
+    lanes: List[List[Task]],
+    chunks: List[List[Task]],
+    tables: List[np.ndarray],
+    admitted: List[List[Sequence]] = (),
+) -> Plan:
+    """Lays the tasks of all shards into the arrays of a pass."""
+    no_slot = len(tables[0]) - 1
+    return Plan(
+        number=number,
+        size=size,
+        lanes=lay_tasks(lanes, size.lanes, no_slot, size.width - 1),
+        chunks=lay_tasks(chunks, size.chunks, no_slot),
+        tables=tuple(tables),
+        admitted=tuple(
+            tuple((x.slot, x) for x in each if x.slot is not None) for each in admitted
+        ),
+        places=find_places(lanes, chunks, size),
+    )
+
+
 def find_places(
-    lanes: List[Task], chunks: List[Task], num_lanes: int
+    lanes: List[List[Task]], chunks: List[List[Task]], size: Size
 ) -> tuple[Place, ...]:
     """Returns the places of all new tokens, and of scored tokens of prompts."""
-    columns = [*enumerate(lanes), *enumerate(chunks, start=num_lanes)]
+    num_columns = size.lanes + size.chunks
+    columns = [
+        column
+        for shard, each in enumerate(zip(lanes, chunks, strict=True))
+        for tasks, first in zip(each, (0, size.lanes), strict=True)
+        for column in enumerate(tasks, start=shard * num_columns + first)
+    ]
     return tuple(
         Place(task.sequence, column, task.num_new, task.scored)
         for column, task in columns

@@ -14,9 +14,23 @@ from jaxtyping import Array, Int
 
 from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.pages import bytes_on_device
-from zjax.generation.passes import Reader, Rows, Weights, run_pass, run_steps
+from zjax.generation.passes import (
+    DIMS_OF_ROWS,
+    Reader,
+    Rows,
+    Weights,
+    run_pass,
+    run_steps,
+)
 from zjax.generation.plan import Pieces
 from zjax.generation.sampling import Chosen
+from zjax.generation.shards import (
+    by_shard,
+    num_shards,
+    pin_results,
+    send,
+    shard_axes,
+)
 from zjax.jaxprs.versions import knows_option
 from zjax.models.continuation import params_of
 from zjax.models.stack import Decoder
@@ -30,8 +44,8 @@ from zjax_kernels.decode.product.tuning import num_bits
 class Passes(Protocol):
     """Reads passes, and remembers the tokens and the keys of all rows."""
 
-    def remember(self, slot: int, tokens: np.ndarray) -> None:
-        """Stores the tokens of a row that begins in a slot."""
+    def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
+        """Stores the tokens of a row that begins in a slot of each shard."""
         ...
 
     def compile(
@@ -80,21 +94,22 @@ class History:
     """Tokens of all slots, on the devices.
 
     Args:
-        num_slots: Rows at once.
+        num_slots: Rows at once on a shard.
         max_length: Most tokens of a row.
+        axes: Mesh axes that split rows into data shards.
     """
 
-    def __init__(self, num_slots: int, max_length: int):
-        # The last slot belongs to padding.
-        self.tokens: Int[Array, "slots S"] = jnp.zeros(
-            (num_slots + 1, max_length), jnp.int32
-        )
+    def __init__(self, num_slots: int, max_length: int, axes: tuple[str, ...] = ()):
+        # The last slot of a shard belongs to padding.
+        self._axes, shape = axes, (num_shards(axes) * (num_slots + 1), max_length)
+        self.tokens: Int[Array, "slots S"] = send(np.zeros(shape, np.int32), axes)
 
-    def set_row(self, slot: int, tokens: np.ndarray) -> None:
-        """Replaces the tokens of a slot."""
-        row = np.zeros(self.tokens.shape[1], np.int32)
-        row[: len(tokens)] = tokens
-        self.tokens = _set_row(self.tokens, np.int32(slot), row)
+    def set_rows(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
+        """Replaces the tokens of a slot of each shard."""
+        rows = np.zeros((len(slots), self.tokens.shape[1]), np.int32)
+        for row, each in zip(rows, tokens, strict=True):
+            row[: len(each)] = each
+        self.tokens = _set_rows(self._axes, self.tokens, slots, rows)
 
 
 class Programs:
@@ -103,9 +118,9 @@ class Programs:
     Args:
         reader: Functions of the decoder.
         weights: Weights of the decoder, cut by `Reader.cut`.
-        num_slots: Rows at once, 1 or more.
+        num_slots: Rows at once on a shard, 1 or more.
         max_length: Most tokens of a row.
-        num_pages: Pages of the cache with the sink, 2 or more.
+        num_pages: Pages of the cache of a shard with the sink, 2 or more.
         page_size: Tokens of a page.
     """
 
@@ -120,7 +135,7 @@ class Programs:
         page_size: int,
     ):
         self._reader, self._weights = reader, weights
-        self._history = History(num_slots, max_length)
+        self._history = History(num_slots, max_length, shard_axes())
         self._caches = _empty_caches(reader, weights, num_pages, page_size)
         mesh = jax.sharding.get_abstract_mesh()
         several = not mesh.empty and mesh.size > 1
@@ -128,9 +143,9 @@ class Programs:
         self._compiling: dict[Any, concurrent.futures.Future[Any]] = {}
         self._scores_prompts = False
 
-    def remember(self, slot: int, tokens: np.ndarray) -> None:
-        """Stores the tokens of a row that begins in a slot."""
-        self._history.set_row(slot, tokens)
+    def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
+        """Stores the tokens of a row that begins in a slot of each shard."""
+        self._history.set_rows(slots, tokens)
 
     def compile(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
@@ -200,6 +215,11 @@ class CutDecoder:
         params = given_up if is_owned else params_of(model)
         self._weights = _cut(self._reader, params, is_owned=is_owned)
         _report(dtypes, self._weights)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that split rows, under the mesh of the passes."""
+        return shard_axes()
 
     def passes(self, **shapes: int) -> Programs:
         """Makes passes of the shapes that `Programs` takes."""
@@ -293,15 +313,28 @@ def _report(dtypes: Dtypes, weights: Weights) -> None:
 @functools.cache
 def _run_pass() -> Any:
     """Makes the program of `run_pass`."""
-    jit = functools.partial(jax.jit, compiler_options=_options())
-    return jit(run_pass, static_argnums=(0, 1), donate_argnums=(3, 4))
+    return _jit_by_shard(run_pass)
 
 
 @functools.cache
 def _run_steps() -> Any:
     """Makes the program of `run_steps`."""
+    return _jit_by_shard(run_steps)
+
+
+def _jit_by_shard(run: Callable[..., Any]) -> Any:
+    """Makes the program that runs a pass on each data shard of the mesh in use."""
+
+    def run_all(reader: Reader, sizes: Any, *arrays: Any) -> tuple[Any, ...]:
+        each = functools.partial(run, reader, sizes)
+        # Weights, pages, history, rows and pieces.
+        ins, outs = (None, 0, 0, 0, 0), (0, 0, DIMS_OF_ROWS)
+        mapped = by_shard(each, shard_axes(), ins, outs)
+        caches, history, chosen = mapped(*arrays)
+        return caches, history, pin_results(chosen)
+
     jit = functools.partial(jax.jit, compiler_options=_options())
-    return jit(run_steps, static_argnums=(0, 1), donate_argnums=(3, 4))
+    return jit(run_all, static_argnums=(0, 1), donate_argnums=(3, 4))
 
 
 def _options() -> dict[str, Any]:
@@ -320,9 +353,16 @@ def _options() -> dict[str, Any]:
 _empty_caches = jax.jit(Reader.empty_caches, static_argnums=(0, 2, 3))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _set_row(
-    history: Int[Array, "slots S"], slot: Int[Array, ""], row: Int[Array, " S"]
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _set_rows(
+    axes: tuple[str, ...],
+    history: Int[Array, "slots S"],
+    slots: Int[Array, " shards"],
+    rows: Int[Array, "shards S"],
 ) -> Int[Array, "slots S"]:
-    """Replaces the tokens of a slot."""
-    return history.at[slot].set(row)
+    """Replaces the tokens of a slot of each shard."""
+
+    def set_row(history: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+        return history.at[slots].set(rows)
+
+    return by_shard(set_row, axes, (0, 0, 0), 0)(history, slots, rows)

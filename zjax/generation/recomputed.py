@@ -51,6 +51,7 @@ class Recomputed:
 
     def __init__(self, score: Score, weights: Any, max_length: int, name: Any = None):
         self.score, self.weights = score, weights
+        self.axes: tuple[str, ...] = ()
         vocab_size = _find_vocab_size(score, weights, max_length, name)
         self.config = schema.Model(vocab_size=vocab_size, max_length=max_length)
         """Settings of a built-in decoder with texts of equal length and vocabulary."""
@@ -72,7 +73,11 @@ class Recomputed:
 
 
 class RecomputedPasses:
-    """Passes that read whole texts; see `zjax.generation.programs.Passes`."""
+    """Passes that read whole texts; see `zjax.generation.programs.Passes`.
+
+    All devices are one data shard: there are no pages to split, and the compiler splits
+    the rows of a pass over the batch axes, as in training.
+    """
 
     def __init__(
         self,
@@ -95,9 +100,9 @@ class RecomputedPasses:
         static = "length", "size"
         self._score_program = jax.jit(self._score, static_argnames=static)
 
-    def remember(self, slot: int, tokens: np.ndarray) -> None:
+    def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
         """Stores the tokens of a row that begins in a slot."""
-        self._history.set_row(slot, tokens)
+        self._history.set_rows(slots, tokens)
 
     def compile(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
@@ -135,7 +140,7 @@ class RecomputedPasses:
         length = (pieces.starts + pieces.counts)[columns].max()
         fill, no_slot = num_rows - len(columns), self._history.tokens.shape[0] - 1
         padded = Pieces(*(x[columns] for x in pieces[:5]))
-        padded = _join([padded, lay_tasks([], fill, no_slot, pieces.num_drafts)])
+        padded = _join([padded, lay_tasks([[]], fill, no_slot, pieces.num_drafts)])
         self._history.tokens, chosen = self._program(
             self._model.weights,
             self._history.tokens,

@@ -40,6 +40,7 @@ class Sequence:
         num_published: First pages that have been offered to other sequences.
         arrival: Number of the sequence in order of arrival.
         slot: Index of the state on the device; None while the sequence waits.
+        shard: Data shard of the slot.
         pages: Pages of the cache, in order of positions.
         finish_reason: `stop`, `length`, `abort` or a reason of the caller; None before
             the end.
@@ -66,6 +67,7 @@ class Sequence:
     num_scored: int = dataclasses.field(default=0, init=False)
     arrival: int = dataclasses.field(default=-1, init=False)
     slot: int | None = dataclasses.field(default=None, init=False)
+    shard: int = dataclasses.field(default=0, init=False)
     pages: list[int] = dataclasses.field(default_factory=list, init=False)
     finish_reason: str | None = dataclasses.field(default=None, init=False)
     _keys: list[bytes] = dataclasses.field(default_factory=list, init=False)

@@ -1,6 +1,7 @@
-"""Slots of the device's state: which sequence has which slot and which pages."""
+"""Slots of a data shard's state: which sequence has which slot and which pages."""
 
 import bisect
+import itertools
 import operator
 
 import numpy as np
@@ -118,6 +119,13 @@ class Slots:
                 break
             promise = key
         return promise
+
+    def count_found(self, sequence: Sequence) -> int:
+        """Counts the tokens of a prompt whose keys are in the cache, or on the way."""
+        keys = self._keys_to_find(sequence)
+        num_found = len(self.pool.match(keys))
+        promised = itertools.takewhile(self.is_promised, keys[num_found:])
+        return (num_found + sum(1 for _ in promised)) * self.pool.page_size
 
     def is_promised(self, key: bytes) -> bool:
         """Whether a running sequence has yet to publish a key."""

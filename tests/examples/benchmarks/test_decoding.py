@@ -174,7 +174,7 @@ def test_no_request_joins_a_batch():
     step, mixed = engine.step, []
 
     def noting():
-        batches = {row.arrival // 2 for row in engine.scheduler.slots.running}
+        batches = {row.arrival // 2 for row in engine.scheduler.shards[0].running}
         mixed.append(len(batches) > 1)
         return step()
 
@@ -216,7 +216,7 @@ def test_rows_are_timed_around_the_context():
 
     class Noting:
         def __enter__(self):
-            rows.extend(engine.scheduler.slots.running)
+            rows.extend(engine.scheduler.shards[0].running)
             self.note()
 
         def __exit__(self, *_):
@@ -232,7 +232,7 @@ def test_rows_are_timed_around_the_context():
     assert {b - a for a, b in zip(first, last, strict=True)} == {32}
     assert sum(first + last) / 24 == pytest.approx(case.context, abs=12)
     assert {row.finish_reason for row in rows} == {"abort"}
-    assert engine.scheduler.slots.running == []
+    assert engine.scheduler.shards[0].running == []
 
 
 def test_weights_of_all_kinds_are_timed(monkeypatch):

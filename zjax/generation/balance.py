@@ -1,0 +1,31 @@
+"""Balance: which data shard reads and writes a sequence."""
+
+from collections.abc import Sequence as List
+
+from zjax.generation.sequence import Sequence
+from zjax.generation.slots import Slots
+
+
+def rank_shards(
+    sequence: Sequence, shards: List[Slots], num_rows: List[int], num_waiting: int
+) -> list[int]:
+    """Returns the numbers of the shards with a free slot, the cheapest first.
+
+    A shard reads the tokens of a prompt that its cache lacks. A row beyond a shard's
+    share of all rows costs as many tokens as the sequence is to write: samples of a
+    prompt stay together while other prompts keep other shards busy, and spread where
+    these would be idle. Of equal costs, the shard with the fewest rows is first.
+
+    `num_rows` are the rows that each shard has, or is about to have, and `num_waiting`
+    is the number of all sequences without a slot.
+    """
+    num_running = sum(len(slots.running) for slots in shards)
+    share = -(-(num_running + num_waiting) // len(shards))
+
+    def cost(shard: int) -> tuple[int, int]:
+        num_missing = len(sequence.tokens) - shards[shard].count_found(sequence)
+        num_excess = max(num_rows[shard] + 1 - share, 0)
+        return num_missing + num_excess * sequence.num_left, num_rows[shard]
+
+    free = [shard for shard, slots in enumerate(shards) if not slots.is_full]
+    return free if len(free) == 1 else sorted(free, key=cost)
