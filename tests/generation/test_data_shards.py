@@ -18,6 +18,7 @@ def test_rows_go_to_the_shard_with_the_fewest():
     sequences = [loop.add(make_prompt(rng, 9), 30) for _ in range(10)]
     plan = loop.plan()
     assert [len(slots.running) for slots in loop.shards] == [3, 3, 2, 2]
+    assert loop.scheduler.metrics[:3] == (10, 0, 30)
     # All shards read at once: 3 prompts of 2 chunks are one pass of 6 chunks each.
     assert (plan.size.chunks, len(plan.chunks.slots)) == (6, 24)
     loop.run()

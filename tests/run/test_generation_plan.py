@@ -38,6 +38,7 @@ def test_a_plan_says_what_fits_and_how_fast_it_can_be():
         "keys and values of a token                       128 B\n"
         "row of 16 tokens                               8.19 kB\n"
         "tokens that fit beside the weights                 256\n"
+        "pages of 64 tokens                                   4\n"
         "rows that fit, up to max_rows                        4\n\n"
         "a token for each row of 16 tokens, as fast as memory allows\n"
         "rows   weights read   cache read   ms a token   new tokens/s\n"
@@ -45,6 +46,27 @@ def test_a_plan_says_what_fits_and_how_fast_it_can_be():
         "   1       12.99 kB      2.05 kB     5.01e-05     19,946,809\n"
         "   4       13.18 kB      8.19 kB     7.13e-05     56,137,725"
     )
+
+
+def test_data_shards_have_rows_and_pages_of_their_own():
+    """Fails if eight shards hold the rows of one together, or write no more."""
+    settings = {"device": "L4", "max_rows": 4, "device_gb": 60e-6}
+    first, shards = (
+        report_generation(make_config(), num_devices=number, **settings)
+        for number in (1, 8)
+    )
+    for line in ("pages of 64 tokens", "rows that fit"):
+        [one], [each] = (
+            [x.split() for x in text.splitlines() if x.startswith(line)]
+            for text in (first, shards)
+        )
+        assert one == each
+    title = "rows are of each of 8 data shards, tokens/s of all shards\n"
+    assert title + "a token for each row of 16 tokens" in shards
+    one, all_shards = (
+        int(text.split()[-1].replace(",", "")) for text in (first, shards)
+    )
+    assert all_shards == pytest.approx(8 * one)
 
 
 def test_a_named_device_has_the_share_that_jax_takes(monkeypatch):

@@ -56,7 +56,7 @@ from zjax.train.average import PARTS, Part, choose_part, parts_of, with_part
 DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
 MODEL = flag("model", "Directory of a Hugging Face checkpoint.")
-MAX_ROWS = integer("max_rows", "Texts that are written at once.", 64)
+MAX_ROWS = integer("max_rows", "Texts that a data shard writes at once.", 64)
 MAX_LENGTH = integer(
     "max_length", "Tokens of a prompt with a text; 0 is what the model allows.", 0
 )

@@ -28,6 +28,7 @@ from zjax.generation.prompts import (
 )
 from zjax.generation.sampling import GREEDY, Sampling
 from zjax.generation.sequence import Sequence as Sample
+from zjax.generation.shards import num_shards
 from zjax.generation.sizes import PAGE_SIZE, count_pages, size_problems, sizes_of
 from zjax.generation.text import TextStream
 from zjax.generation.tickets import Delta, Ticket
@@ -90,11 +91,13 @@ class Generator:
             yours, which `run.bind` binds: from int32[B, L] to [B, L, V], the logits of
             the next token at every place. None calls `model(tokens)`.
         prompts: Tokenizer and chat template of a `Decoder`; None takes and gives ids.
-        max_rows: Most texts that are written at once, 1 to 256.
+        max_rows: Most texts that a data shard writes at once, 1 to 256. The devices
+            along the axes `replica` and `data` of a mesh are one shard for each index:
+            `num_shards` times as many texts are written at once.
         max_length: Most tokens of a prompt with a text; 0 is what the model allows,
             which is not known of a model of yours.
-        num_pages: Pages of 64 tokens for the keys of all texts, 2 or more; 0 fills the
-            memory that the devices have left.
+        num_pages: Pages of 64 tokens for the keys of the texts of a data shard, 2 or
+            more; 0 fills the memory that the devices have left.
         weight_dtype: Codes of the matrices of blocks, made on the devices: `int8`,
             `int4`, or `float8`, which also rounds the inputs of products; `compute`
             makes no codes. Embedding and head stay in the dtype to compute in.
@@ -168,13 +171,15 @@ class Generator:
     ) -> Engine:
         """Makes the engine, with as many pages as fit, and logs the sizes."""
         each = decoder.page_bytes(PAGE_SIZE)
+        self.num_shards = num_shards(decoder.axes)
         if not num_pages:
             num_pages = count_pages(each, self.max_rows, self.max_length)
         self.num_pages = num_pages
-        text = "text: %d rows at once, of up to %d tokens; %d pages of %d tokens, %s "
+        shards = f"{self.num_shards} data shards of " if self.num_shards > 1 else ""
+        text = "text: %s%d rows at once, of up to %d tokens; %d pages of %d tokens, %s "
         text += "on each device; %d sizes of passes"
         size = format_bytes(num_pages * each)
-        rows = self.max_rows, self.max_length
+        rows = shards, self.max_rows, self.max_length
         logging.info(text, *rows, num_pages, PAGE_SIZE, size, len(sizes))
         return make_engine(decoder, sizes, self.max_length, num_pages, self._end_ids)
 
@@ -232,8 +237,8 @@ class Generator:
     ) -> Iterator[list[Text]]:
         """Writes texts, and yields the texts of each prompt in order.
 
-        Prompts are read while texts are written, 4 rows ahead for each row of
-        `max_rows`, so that any number of prompts fits the memory. Leaving the loop ends
+        Prompts are read while texts are written, 4 rows ahead for each row of a data
+        shard, so that any number of prompts fits the memory. Leaving the loop ends
         the texts in flight.
 
         Args:
@@ -248,7 +253,8 @@ class Generator:
             ConfigError: A prompt cannot be served; `check` tells before.
             DataError: A chat template refuses a conversation.
         """
-        most = max(_AHEAD * self.max_rows // max(sampling.num_samples, 1), 1)
+        num_rows = _AHEAD * self.num_shards * self.max_rows
+        most = max(num_rows // max(sampling.num_samples, 1), 1)
         flying = collections.deque[tuple[int, Ticket]]()
         given = self._encoded(prompts, sampling, special_tokens=special_tokens)
         try:

@@ -325,6 +325,7 @@ def _run_steps() -> Any:
 def _jit_by_shard(run: Callable[..., Any]) -> Any:
     """Makes the program that runs a pass on each data shard of the mesh in use."""
 
+    @functools.wraps(run)  # the name of the program
     def run_all(reader: Reader, sizes: Any, *arrays: Any) -> tuple[Any, ...]:
         each = functools.partial(run, reader, sizes)
         # Weights, pages, history, rows and pieces.

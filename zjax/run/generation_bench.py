@@ -25,7 +25,7 @@ from zjax.models.build import make_model
 from zjax.processes.agreement import versions
 from zjax.run.bench import Spread
 from zjax.run.build import start_run
-from zjax.run.generation_plan import plan_generation
+from zjax.run.generation_plan import describe_shards, plan_generation
 from zjax.settings.schema import Config
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import num_params
@@ -44,13 +44,13 @@ class RowsSpeed:
     """Speed of a generator with a number of rows, all of which begin together.
 
     Args:
-        num_rows: Texts that are written at once.
+        num_rows: Texts that each data shard writes at once.
         prompt_tokens_per_second: Tokens of all prompts, over the seconds to the first
             token of the last text.
         first_token_seconds: Seconds from the requests to the first token of the last
             text.
         token_seconds: Seconds of a token of every row, while all rows write.
-        new_tokens_per_second: New tokens of all rows.
+        new_tokens_per_second: New tokens of all rows of all data shards.
         allowed_seconds: Least seconds of a token of every row by the memory of the
             device, or by the link to weights that are offloaded.
         share: Part of the allowed speed that is reached.
@@ -72,6 +72,7 @@ class GenerationSpeed:
     Args:
         device: Kind of the devices, such as "NVIDIA H100".
         num_devices: Number of devices.
+        num_shards: Data shards, which have rows apart.
         num_params: Number of parameters of the model.
         num_given: Tokens of each prompt.
         weight_bytes: Bytes of the weights on a device.
@@ -86,6 +87,7 @@ class GenerationSpeed:
 
     device: str
     num_devices: int
+    num_shards: int
     num_params: int
     num_given: int
     weight_bytes: int
@@ -112,7 +114,8 @@ def measure_generation(
         config: Settings of a run of the built-in decoder, whose weights are random.
         model: Directory of a Hugging Face checkpoint to read, in place of random
             weights; `config` then has the settings of the checkpoint.
-        rows: Numbers of texts at once, 1 to 256; () is 1, and 64 or as many as fit.
+        rows: Numbers of texts that each data shard writes at once, 1 to 256; () is 1,
+            and 64 or as many as fit.
         max_length: Most tokens of a prompt with a text; 0 is what the model allows.
         dtypes: How weights and keys are stored.
         num_rounds: Timed rounds behind one that is not timed, 1 or more.
@@ -145,6 +148,7 @@ def measure_generation(
     return GenerationSpeed(
         device=jax.devices()[0].device_kind,
         num_devices=plan.mesh.size,
+        num_shards=generator.num_shards,
         num_params=num_params(plan),
         num_given=cases[0].num_given,
         weight_bytes=footprint.resident_bytes,
@@ -176,7 +180,7 @@ def describe_generation(speed: GenerationSpeed) -> str:
     source = {"copy": "measured by a copy"}.get(speed.bandwidth_source, "data sheet")
     return (
         f"generation with {speed.num_params:,} parameters on {speed.num_devices} x "
-        f"{speed.device}\n"
+        f"{speed.device}\n{describe_shards(speed.num_shards)}"
         f"prompts of {speed.num_given:,} tokens; {format_bytes(speed.weight_bytes)} of "
         f"weights on a device, memory of {format_bytes(speed.bytes_per_second)}/s "
         f"({source})\n\n{table}\n\n"
@@ -192,7 +196,7 @@ class _Case:
     """Rows that begin together.
 
     Args:
-        num_rows: Rows.
+        num_rows: Rows of each data shard.
         num_given: Tokens of each prompt.
         num_new: Tokens of the last row that are timed.
         num_passes: Passes that read all prompts, while the first rows write.
@@ -210,7 +214,7 @@ class _Case:
 
     @property
     def num_pages(self) -> int:
-        """Pages of all rows."""
+        """Pages of all rows of a data shard."""
         length = self.num_given + self.max_new_tokens
         return self.num_rows * -(-length // PAGE_SIZE)
 
@@ -259,10 +263,11 @@ def _time_case(
     """Times some rounds of a case, after one that warms up."""
     rounds = [_time_round(generator, case, seed) for seed in range(1 + num_rounds)]
     first, token = zip(*rounds[1:], strict=True)
-    number, given = case.num_rows, case.num_rows * case.num_given
-    allowed = footprint.step_seconds(number, case.mean_length, bandwidth)
+    number = generator.num_shards * case.num_rows
+    given = number * case.num_given
+    allowed = footprint.step_seconds(case.num_rows, case.mean_length, bandwidth)
     return RowsSpeed(
-        num_rows=number,
+        num_rows=case.num_rows,
         prompt_tokens_per_second=Spread.of([given / x for x in first]),
         first_token_seconds=Spread.of(first),
         token_seconds=Spread.of(token),
@@ -276,7 +281,7 @@ def _time_round(generator: Generator, case: _Case, seed: int) -> tuple[float, fl
     """Returns the seconds to the first token of the last row, and of a later token."""
     # Prompts of other rounds would be found in the cache.
     rng = np.random.default_rng((case.num_rows, seed, time.perf_counter_ns()))
-    shape = case.num_rows, case.num_given
+    shape = generator.num_shards * case.num_rows, case.num_given
     prompts = rng.integers(generator.config.vocab_size, size=shape).tolist()
     # Draws repeat less than likely tokens, of which drafts would be right.
     most = {"max_new_tokens": case.max_new_tokens, "end_ids": ()}

@@ -62,7 +62,7 @@ def report_generation(
         num_devices: Devices to plan for; 0 are the devices of this machine.
         device: Name of the devices, such as `H200`; "" are the devices of this machine.
         device_gb: Memory of a device that JAX may take; 0 is what is known of it.
-        max_rows: Most texts that are written at once.
+        max_rows: Most texts that a data shard writes at once.
         max_length: Most tokens of a prompt with a text; 0 is what the model allows.
         dtypes: How weights and keys are stored.
 
@@ -81,8 +81,8 @@ def report_generation(
         _describe_bytes(footprint, memory, num_rows, max_length),
     ]
     if num_rows and starts:
-        counts = sorted({1, num_rows})
-        parts.append(_describe_steps(footprint, memory, counts, max_length))
+        counts, shards = sorted({1, num_rows}), _count_shards(plan)
+        parts.append(_describe_steps(footprint, memory, counts, max_length, shards))
     else:
         problem = f"no row of {max_length:,} tokens fits beside the weights"
         if not starts:
@@ -134,6 +134,17 @@ def _jax_share() -> float:
     return float(os.environ.get(_FRACTION) or _JAX_SHARE)
 
 
+def _count_shards(plan: Plan) -> int:
+    """Counts the data shards, which have rows and pages apart."""
+    return meshes.num_shares(plan.mesh, (meshes.REPLICA, meshes.DATA))
+
+
+def describe_shards(num_shards: int) -> str:
+    """Returns the line that says of which rows a table is; empty for one shard."""
+    text = f"rows are of each of {num_shards} data shards, tokens/s of all shards\n"
+    return text if num_shards > 1 else ""
+
+
 def _describe_device(plan: Plan, memory: Memory) -> str:
     """Names the model and the devices."""
     number, size = memory.num_bytes, "memory unknown"
@@ -167,12 +178,17 @@ def _describe_bytes(
     if math.isfinite(memory.num_bytes):
         tokens = footprint.fit_tokens(memory.num_bytes)
         cells.append(("tokens that fit beside the weights", f"{tokens:,}"))
+        cells.append((f"pages of {PAGE_SIZE} tokens", f"{tokens // PAGE_SIZE:,}"))
         cells.append(("rows that fit, up to max_rows", f"{num_rows:,}"))
     return render_table(("", "on a device"), cells, right=(1,))
 
 
 def _describe_steps(
-    footprint: Footprint, memory: Memory, counts: Sequence[int], max_length: int
+    footprint: Footprint,
+    memory: Memory,
+    counts: Sequence[int],
+    max_length: int,
+    num_shards: int,
 ) -> str:
     """Table of the bytes that a step reads, and of the least time."""
     cells = []
@@ -184,12 +200,13 @@ def _describe_steps(
                 format_bytes(footprint.weight_bytes(rows)),
                 format_bytes(footprint.cache_bytes(rows, max_length)),
                 f"{1e3 * seconds:.3g}",
-                f"{rows / seconds:,.0f}",
+                f"{num_shards * rows / seconds:,.0f}",
             )
         )
     columns = "rows", "weights read", "cache read", "ms a token", "new tokens/s"
     table = render_table(columns, cells, right=range(5))
-    title = f"a token for each row of {max_length:,} tokens, as fast as memory allows"
+    title = describe_shards(num_shards)
+    title += f"a token for each row of {max_length:,} tokens, as fast as memory allows"
     return "\n".join([title, table, *_notes(footprint, counts)])
 
 

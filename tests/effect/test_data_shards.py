@@ -1,0 +1,145 @@
+"""The data axis of a mesh must split the rows and the pages of texts."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import features
+from zjax.generation import drafts, programs
+from zjax.generation.engine import Engine, Request
+from zjax.generation.plan import Size
+from zjax.generation.pool import Pool
+from zjax.generation.programs import CutDecoder
+from zjax.generation.sampling import Sampling
+from zjax.generation.scheduler import Scheduler
+from zjax.generation.sequence import Sequence
+from zjax.generation.shards import num_shards
+
+ROWS, LENGTH, PAGE = 3, 24, 4
+SIZES = Size(ROWS), Size(ROWS, 2), Size(ROWS, steps=4), Size(ROWS, width=4)
+COLLECTIVE = r" (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+COLLECTIVE += r"(?:-start)?\(.*?replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\S*)"
+RNG = np.random.default_rng(5)
+SHARED = RNG.integers(0, 41, 9).tolist()
+REQUESTS = [
+    (SHARED, Sampling(max_new_tokens=9)),
+    ([*SHARED, 4, 5], Sampling(max_new_tokens=8, temperature=1.0, seed=1)),
+    ([7, 8] * 4, Sampling(max_new_tokens=14)),
+    ([3], Sampling(max_new_tokens=16, temperature=0.7, top_k=5, seed=2)),
+    (RNG.integers(0, 41, 6).tolist(), Sampling(max_new_tokens=12)),
+    ([*SHARED[:5], 1], Sampling(max_new_tokens=10, repetition_penalty=1.3)),
+    (RNG.integers(0, 41, 11).tolist(), Sampling(max_new_tokens=7, top_p=0.8)),
+    *(
+        ([9, 9, 2, 1, 1, 3], Sampling(max_new_tokens=11, temperature=1.5, seed=seed))
+        for seed in range(6)
+    ),
+]
+
+
+class Written:
+    """An engine of a run with small passes and pages, and what it writes."""
+
+    def __init__(self, run, *, num_pages):
+        self._context = lambda: jax.set_mesh(run.mesh)
+        with self._context():
+            decoder = CutDecoder(run.decoder(run.state))
+            shapes = {"num_slots": ROWS, "max_length": LENGTH}
+            self.passes = decoder.passes(num_pages=num_pages, page_size=PAGE, **shapes)
+            pools = [Pool(num_pages, PAGE) for _ in range(num_shards(decoder.axes))]
+            self.scheduler = Scheduler(pools, ROWS, LENGTH, SIZES, chunk_size=4)
+            self.engine = Engine(self.passes, self.scheduler, axes=decoder.axes)
+
+    def write(self):
+        """Returns all texts but of the last request, which is aborted."""
+        texts = [
+            Sequence(prompt, sampling.max_new_tokens, request=Request(sampling))
+            for prompt, sampling in REQUESTS
+        ]
+        for text in texts:
+            self.scheduler.add(text)
+        with self._context():
+            self.engine.step()
+            self.scheduler.abort(texts[-1])
+            for _ in self.engine.run():
+                pass
+        assert self.scheduler.metrics.num_live_pages == 0
+        return [text.generated for text in texts[:-1]]
+
+
+def start(settings, number):
+    return features.start(features.config_of(settings), number)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The text of each program of a pass."""
+    texts = []
+
+    def watch(name):
+        real, known = getattr(programs, name)(), set()
+
+        def watched(*args):
+            if (key := str(args[1])) not in known:
+                known.add(key)
+                texts.append(real.lower(*args).compile().as_text())
+            return real(*args)
+
+        monkeypatch.setattr(programs, name, lambda: watched)
+
+    watch("_run_pass")
+    watch("_run_steps")
+    return texts
+
+
+def test_a_shard_holds_and_computes_its_rows_alone(compiled):
+    """Fails if devices hold pages or compute rows of other shards, or communicate."""
+    written = Written(start("mesh.data=4", 4), num_pages=9)
+    history = written.passes._history.tokens
+    for array, size in ((history, ROWS + 1), *((x, 9) for x in pages_of(written))):
+        assert array.shape[0] == 4 * size
+        shares = {x.data.nbytes for x in array.addressable_shards}
+        assert shares == {array.nbytes // 4}
+    written.write()
+    assert len(compiled) == 3
+    for text in compiled:
+        assert not re.findall(COLLECTIVE, text)
+        assert "f32[9,4,4,4]" in text and "f32[36,4,4,4]" not in text
+        assert f"f32[{ROWS},1,16]" in text or f"f32[{ROWS + 8},1,16]" in text
+        assert "f32[12,1,16]" not in text and "f32[44,1,16]" not in text
+
+
+def pages_of(written):
+    return jax.tree.leaves(written.passes._caches)
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ("mesh.data=4", 4),
+        ("mesh.replica=2 mesh.data=2", 4),
+        ("mesh.data=2 mesh.tensor=2", 4),
+        (features.EXPERTS + "mesh.data=2 mesh.expert=2", 4),
+    ],
+    ids=["data", "replicas", "tensor", "experts"],
+)
+def test_texts_are_those_of_one_device(settings, number, monkeypatch):
+    """Fails if shards mix up rows, pages or draws, also with drafts and preemption."""
+    monkeypatch.setattr(drafts, "MIN_GAIN", 0.0)
+    alone = " ".join(x for x in settings.split() if "mesh" not in x)
+    wanted = Written(start(alone + " mesh.data=1", 1), num_pages=40).write()
+    before = num_programs()
+    written = Written(start(settings, number), num_pages=8)
+    assert written.write() == wanted
+    assert num_programs() - before <= len(SIZES)
+    metrics = written.scheduler.metrics
+    assert metrics.num_preemptions > 0
+    assert metrics.num_accepted_drafts > 0
+    hits = [slots.num_hit_tokens for slots in written.scheduler.shards]
+    assert sum(hits) == metrics.num_hit_tokens > max(hits)
+
+
+def num_programs():
+    """Programs of passes that have been compiled."""
+    return sum(x._cache_size() for x in (programs._run_pass(), programs._run_steps()))
