@@ -82,7 +82,7 @@ class Written:
         passes = decoder.passes(num_pages=num_pages, page_size=PAGE, **shapes)
         sizes = [Size(ROWS), Size(ROWS, 2), Size(ROWS, steps=4)]
         pool = Pool(num_pages, PAGE)
-        self.scheduler = Scheduler(pool, ROWS, LENGTH, sizes, chunk_size=chunk_size)
+        self.scheduler = Scheduler([pool], ROWS, LENGTH, sizes, chunk_size=chunk_size)
         self.engine = Engine(passes, self.scheduler)
 
     def write(self, asked, *, preempts=False):
@@ -103,7 +103,7 @@ class Written:
                     logprobs, best = found[each.sequence]
                     logprobs += each.prompt.logprobs.tolist()
                     best += pairs(each.prompt, each.sequence.prompt_logprobs)
-            running = {*self.scheduler.slots.running} if preempts else set()
+            running = {*self.scheduler.shards[0].running} if preempts else set()
             for sequence in running - preempted:
                 if 0 < sequence.num_scored < len(sequence.prompt):
                     self.scheduler._preempt(sequence)

@@ -150,11 +150,9 @@ def lay_tasks(
 ) -> Pieces:
     """Lays the tasks of each shard into the arrays of a pass, in order."""
     tasks = [task for each in shards for task in each]
-    # A shard has `num_pieces` from its first on.
-    firsts = range(0, len(shards) * num_pieces, num_pieces)
     places = [
-        first + number
-        for first, each in zip(firsts, shards, strict=True)
+        shard * num_pieces + number
+        for shard, each in enumerate(shards)
         for number in range(len(each))
     ]
     num_pieces *= len(shards)
