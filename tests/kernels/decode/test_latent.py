@@ -13,7 +13,7 @@ from tests.support.cases import some_by_hand
 from tests.support.interpreter import InterpretGPUParams
 from tests.support.lowering import cuda_program, num_kernels
 from tests.support.refusals import value_error
-from zjax_kernels import paged_attention
+from zjax_kernels import device, paged_attention
 from zjax_kernels.decode.latent import mosaic_gpu
 from zjax_kernels.decode.latent.mosaic_gpu import work
 from zjax_kernels.decode.latent.mosaic_gpu.merge import merge_splits
@@ -92,8 +92,9 @@ def decoded(
 
 
 def attend_to_latents(q, pool, *places, value_size=512, **settings):
-    """A call in which one array is keys and values."""
-    return paged_attention(q, pool, pool, *places, value_size=value_size, **settings)
+    """A call of the kernel in which one array is keys and values."""
+    settings = dict(value_size=value_size, implementation="mosaic_gpu") | settings
+    return paged_attention(q, pool, pool, *places, **settings)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,18 @@ def test_every_variant_lowers_for_cuda(on_hopper, given, value_size):
     """Fails if the kernel asks for what Mosaic cannot do, or for too much memory."""
     run = functools.partial(attend_to_latents, value_size=value_size)
     assert num_kernels(run, *decoded(**given)) == 1
+
+
+def test_latents_have_a_kernel_only_if_asked_for(on_hopper, caplog):
+    """Fails if `auto` takes a kernel that has not run on a GPU, or does so silently."""
+    device._log_choice.cache_clear()
+    run = functools.partial(attend_to_latents, implementation="auto")
+    assert num_kernels(run, *decoded()) == 0
+    assert num_kernels(attend_to_latents, *decoded()) == 1
+    assert caplog.messages == [
+        "paged attention: reference (the kernel for latents is untried; "
+        "implementation='mosaic_gpu' runs it)"
+    ]
 
 
 @pytest.mark.parametrize("early", [False, True])
