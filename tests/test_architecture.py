@@ -10,7 +10,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
     ("errors", "files", "typing", "jaxprs"),
-    ("settings",),
+    ("settings", "rl"),
     ("schedule", "deepspeed", "sharding", "processes"),
     ("config", "ops", "storage", "optim"),
     ("data", "moe", "parallel", "stack"),

@@ -1,0 +1,84 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.refusals import config_error
+from tests.support.rl import ADVANTAGES, MASK, NEW, assert_gradient, spoiled
+from zjax import rl
+
+AGGREGATIONS = {
+    "token_mean": rl.token_mean,
+    "sequence_mean": rl.sequence_mean,
+    "constant_mean": functools.partial(rl.constant_mean, length=5),
+}
+each = pytest.mark.parametrize("aggregate", AGGREGATIONS.values(), ids=AGGREGATIONS)
+
+
+@each
+def test_gradients_equal_finite_differences(aggregate):
+    assert_gradient(lambda x: aggregate(x**2, jnp.asarray(MASK)).mean, NEW)
+
+
+@each
+@pytest.mark.parametrize("num_microbatches", [2, 4, "uneven"])
+def test_trap_1_no_split_changes_loss_or_gradient(aggregate, num_microbatches):
+    """Fails if a microbatch divides by a count of its own."""
+    rows = np.arange(8) % 6  # of 5, 3, 1, 4, 2, 5, 5, 3 tokens
+    mask = jnp.asarray(MASK[rows]).at[4].set(False)
+    ends = [1, 6] if num_microbatches == "uneven" else num_microbatches
+
+    def sums(x, mask):
+        return aggregate(x * jnp.asarray(ADVANTAGES[rows][: len(x)]), mask)
+
+    def split(x):
+        losses = x * jnp.asarray(ADVANTAGES[rows])
+        parts = zip(jnp.split(losses, ends), jnp.split(mask, ends), strict=True)
+        found = [aggregate(*part) for part in parts]
+        return sum(x.loss_sum for x in found) / sum(x.weight for x in found)
+
+    with jax.enable_x64(True):
+        whole = jax.value_and_grad(lambda x: sums(x, mask).mean)
+        x = jnp.asarray(NEW[rows])
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-15),
+            jax.value_and_grad(split)(x),
+            whole(x),
+        )
+
+
+@each
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_trap_5_tokens_outside_the_mask_reach_nothing(aggregate, value):
+    def loss(x):
+        return aggregate(x, jnp.asarray(MASK)).mean
+
+    found = jax.value_and_grad(loss)(jnp.asarray(spoiled(NEW, value)))
+    clean = jax.value_and_grad(loss)(jnp.asarray(NEW))
+    jax.tree.map(np.testing.assert_array_equal, found, clean)
+    assert not found[1][~MASK].any()
+
+
+@each
+def test_no_tokens_weigh_nothing(aggregate):
+    def loss(x):
+        return aggregate(x, jnp.zeros(x.shape, bool)).mean
+
+    value, gradient = jax.value_and_grad(loss)(jnp.full((2, 3), jnp.nan))
+    assert value == 0
+    assert not gradient.any()
+
+
+@each
+def test_sums_of_narrow_losses_are_float32(aggregate):
+    losses = jnp.full((1, 300), 1.01, jnp.bfloat16)
+    found = aggregate(losses, jnp.ones((1, 300), bool))
+    assert {x.dtype for x in found} == {np.dtype("float32")}
+    np.testing.assert_allclose(found.mean * found.weight, found.loss_sum, rtol=1e-6)
+
+
+def test_a_length_below_1_is_refused():
+    with config_error("length=0 is below 1; use the limit of generated tokens"):
+        rl.constant_mean(jnp.ones((1, 1)), jnp.ones((1, 1), bool), length=0)
