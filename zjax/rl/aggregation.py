@@ -112,3 +112,22 @@ def constant_mean(
         raise ConfigError(Problem("length", length, "is below 1", remedy))
     losses = masked(losses, mask)
     return LossSum(losses.sum(), length * mask.any(1).sum(dtype=losses.dtype))
+
+
+def example_mean(losses: Float[Array, " P"], mask: Bool[Array, " P"]) -> LossSum:
+    """Sums losses of examples: pairs, ranked lists, or completions with a label.
+
+    Args:
+        losses: Loss of each example.
+        mask: True for the examples to learn from; others are padding.
+
+    Returns:
+        The sum, and the number of examples.
+
+    Example:
+        >>> mask = jnp.array([True, True, False])
+        >>> example_mean(jnp.array([1.0, 2.0, jnp.nan]), mask)
+        LossSum(loss_sum=Array(3., dtype=float32), weight=Array(2., dtype=float32))
+    """
+    losses = masked(losses, mask)
+    return LossSum(losses.sum(), mask.sum(dtype=losses.dtype))

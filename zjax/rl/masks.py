@@ -4,7 +4,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-def masked(x: Float[Array, "#B #L"], mask: Bool[Array, "B L"]) -> Float[Array, "B L"]:
+def at_least_float32(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """Casts every dtype but float64 to float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def masked(x: Float[Array, "*#S"], mask: Bool[Array, "*S"]) -> Float[Array, "*S"]:
     """Returns `x`, float32 or wider, with 0 outside the mask.
 
     A function must mask inputs, not outputs: the derivative of an exponential at NaN is
@@ -14,7 +19,7 @@ def masked(x: Float[Array, "#B #L"], mask: Bool[Array, "B L"]) -> Float[Array, "
         >>> masked(jnp.array([[1.5, jnp.nan]]), jnp.array([[True, False]])).tolist()
         [[1.5, 0.0]]
     """
-    return jnp.where(mask, x.astype(jnp.promote_types(x.dtype, jnp.float32)), 0)
+    return jnp.where(mask, at_least_float32(x), 0)
 
 
 def mean_of_rows(
