@@ -27,6 +27,8 @@ REQUESTS = [
     (SHARED, Sampling(max_new_tokens=9)),
     ([*SHARED, 4, 5], Sampling(max_new_tokens=8, temperature=1.0, seed=1)),
     ([7, 8] * 4, Sampling(max_new_tokens=14)),
+    ([5] * 8, Sampling(max_new_tokens=2, prompt_logprobs=0)),
+    (RNG.integers(0, 41, 9).tolist(), Sampling(max_new_tokens=3, prompt_logprobs=1)),
     ([3], Sampling(max_new_tokens=16, temperature=0.7, top_k=5, seed=2)),
     (RNG.integers(0, 41, 6).tolist(), Sampling(max_new_tokens=12)),
     ([*SHARED[:5], 1], Sampling(max_new_tokens=10, repetition_penalty=1.3)),
@@ -52,20 +54,27 @@ class Written:
             self.engine = Engine(self.passes, self.scheduler, axes=decoder.axes)
 
     def write(self):
-        """Returns all texts but of the last request, which is aborted."""
+        """Returns all texts and scores but of the last request, which is aborted."""
         texts = [
-            Sequence(prompt, sampling.max_new_tokens, request=Request(sampling))
+            Sequence(
+                prompt,
+                sampling.max_new_tokens,
+                prompt_logprobs=sampling.prompt_logprobs,
+                request=Request(sampling),
+            )
             for prompt, sampling in REQUESTS
         ]
+        scores = {text: [] for text in texts}
         for text in texts:
             self.scheduler.add(text)
         with self._context():
-            self.engine.step()
+            first = self.engine.step()
             self.scheduler.abort(texts[-1])
-            for _ in self.engine.run():
-                pass
+            for news in (*first, *self.engine.run()):
+                found = news.prompt.logprobs if news.prompt else ()
+                scores[news.sequence] += np.round(found, 3).tolist()
         assert self.scheduler.metrics.num_live_pages == 0
-        return [text.generated for text in texts[:-1]]
+        return [(text.generated, scores[text]) for text in texts[:-1]]
 
 
 def start(settings, number):
@@ -81,7 +90,8 @@ def compiled(monkeypatch):
         real, known = getattr(programs, name)(), set()
 
         def watched(*args):
-            if (key := str(args[1])) not in known:
+            key = jax.tree.map(np.shape, args[1:])
+            if (key := str(key)) not in known:
                 known.add(key)
                 texts.append(real.lower(*args).compile().as_text())
             return real(*args)
@@ -102,7 +112,8 @@ def test_a_shard_holds_and_computes_its_rows_alone(compiled):
         shares = {x.data.nbytes for x in array.addressable_shards}
         assert shares == {array.nbytes // 4}
     written.write()
-    assert len(compiled) == 3
+    # Prompts are scored by a program of their own.
+    assert len(compiled) == 4
     for text in compiled:
         assert not re.findall(COLLECTIVE, text)
         assert "f32[9,4,4,4]" in text and "f32[36,4,4,4]" not in text
@@ -131,8 +142,14 @@ def test_texts_are_those_of_one_device(settings, number, monkeypatch):
     wanted = Written(start(alone + " mesh.data=1", 1), num_pages=40).write()
     before = num_programs()
     written = Written(start(settings, number), num_pages=8)
-    assert written.write() == wanted
-    assert num_programs() - before <= len(SIZES)
+    found = written.write()
+    assert [text for text, _ in found] == [text for text, _ in wanted]
+    lengths = [len(x) for _, x in found]
+    assert sorted(lengths)[-2:] == [7, 8] and sum(lengths) == 15
+    for pair in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(*(x for _, x in pair), atol=2e-3)
+    # Prompts are scored by a program of their own.
+    assert num_programs() - before <= 1 + len(SIZES)
     metrics = written.scheduler.metrics
     assert metrics.num_preemptions > 0
     assert metrics.num_accepted_drafts > 0

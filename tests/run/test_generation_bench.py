@@ -41,15 +41,16 @@ def measured():
 
 def test_all_rows_write_and_the_first_round_does_not_count(measured):
     assert [speed.num_rows for speed in measured.rows] == [1, 2]
+    assert measured.num_shards == measured.num_devices == 8
     for speed in measured.rows:
         assert speed.token_seconds.n == speed.first_token_seconds.n == 2
         seconds = speed.token_seconds.median
         assert speed.new_tokens_per_second.max == pytest.approx(
-            speed.num_rows / speed.token_seconds.min
+            8 * speed.num_rows / speed.token_seconds.min
         )
         assert speed.share == speed.allowed_seconds / seconds
         assert speed.prompt_tokens_per_second.max == pytest.approx(
-            16 * speed.num_rows / speed.first_token_seconds.min
+            8 * 16 * speed.num_rows / speed.first_token_seconds.min
         )
     assert measured.num_programs >= len(sizes_of(2))
 
@@ -70,7 +71,7 @@ def test_numbers_are_finite_and_told(measured):
     assert values["bandwidth_source"] == "data sheet"
     assert all(x["share"] > 0 and math.isfinite(x["share"]) for x in rows)
     text = describe_generation(measured)
-    assert "prompts of 16 tokens; " in text
+    assert "8 data shards, tokens/s of all shards\nprompts of 16 tokens; " in text
     assert "memory of 1.00 GB/s (data sheet)" in text
     assert f"\n{measured.num_programs} programs compiled; " in text
     assert max(map(len, text.splitlines())) <= 100
@@ -123,11 +124,12 @@ def test_a_round_is_timed_by_the_last_row(monkeypatch):
         assert sampling.end_ids == ()
         return FakeTicket(clock, [1, 8, 8, 8], [3.0, 1.0, 1.0, 50.0])
 
-    generator = fake(submit=submit, config=types.SimpleNamespace(vocab_size=1000))
+    config = types.SimpleNamespace(vocab_size=1000)
+    generator = fake(submit=submit, config=config, num_shards=2)
     case = dataclasses.replace(_make_case(3, 64), num_new=10)
     assert _time_round(generator, case, seed=0) == (3.0, 2.0 / 16)
     _time_round(generator, case, seed=1)
-    assert len({tuple(prompt) for prompt in asked}) == 6
+    assert len({tuple(prompt) for prompt in asked}) == 2 * 2 * 3
     assert {len(prompt) for prompt in asked} == {16}
 
 
