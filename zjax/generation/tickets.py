@@ -35,7 +35,7 @@ class Delta(NamedTuple):
     """`stop`, `length` or `abort` with the last delta of a text; None before."""
     prompt: Logprobs | None = None
     """Log-probabilities of the next tokens of the prompt, from the second token on, as
-    `Sampling.prompt_logprobs` asks; with sample 0, before its first token."""
+    `Sampling.prompt_logprobs` asks; with sample 0, before the text of this sample."""
 
 
 class Ticket:

@@ -33,6 +33,8 @@ class Answer:
         name = service.settings.served_name
         self._reply = Reply(endpoint.form, name, has_logprobs=has_logprobs)
         self._num_samples = asked.sampling.num_samples
+        self._held: list[list[Delta]] = [[] for _ in asked.prompts]
+        """News of the texts of each prompt that wait for the scores of the prompt."""
         self._choices = [
             Choice(
                 index,
@@ -112,12 +114,19 @@ class Answer:
                 yield piece
 
     def _pieces(self, number: int, delta: Delta) -> Iterator[Piece]:
-        """Yields the news of one text of a ticket, and of the prompt for all."""
-        first = number * self._num_samples
+        """Yields the news of one text of a ticket, and of the prompt for all.
+
+        A data shard may write a sample before another has scored the prompt.
+        """
+        first, held = number * self._num_samples, self._held[number]
+        choices = self._choices[first : first + self._num_samples]
         if delta.prompt is not None:
-            for choice in self._choices[first : first + self._num_samples]:
+            for choice in choices:
                 yield choice.read_prompt(delta.prompt)
-        yield self._choices[first + delta.sample].read(delta)
+        held.append(delta)
+        if choices[0].is_begun:
+            yield from [choices[each.sample].read(each) for each in held]
+            held.clear()
 
     def _echo_of(self, index: int) -> str | None:
         """Returns the prompt with which a text of the reply begins, if it does."""

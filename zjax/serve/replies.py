@@ -62,6 +62,11 @@ class Choice:
         self._last = [*prompt_ids[-1:]] if echo is None else []
         self._offset = 0
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether the tokens of the prompt, as far as the reply has them, have come."""
+        return self._echo is None or not self._has_logprobs or not self._unread
+
     def begin(self) -> Piece | None:
         """Returns the prompt as the first news of a reply; None without an echo."""
         if self._echo is None:
