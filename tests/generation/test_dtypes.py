@@ -45,10 +45,14 @@ def model(form="llama"):
 
 
 def dequantised(form, kind):
-    """The model with each matrix of a block as codes hold it, matrix by matrix."""
+    """The model with each matrix of a block as codes hold it, matrix by matrix.
+
+    A matrix that latent attention absorbs stays as it is.
+    """
     made = language.make_language_model(FORMS[form])
     for path, layer in nnx.iter_modules(made):
-        if not (isinstance(layer, Linear) and "blocks" in path):
+        is_matrix = isinstance(layer, Linear) and "blocks" in path
+        if not is_matrix or path[-1] == "key_value":
             continue
         kernel = layer.kernel[...]  # of all blocks
         depth = kernel.shape[1 : 1 + layer.num_inputs]

@@ -17,7 +17,7 @@ from zjax.generation.sequence import Sequence
 from zjax.settings import schema
 
 LENGTH, ROWS, PAGE = 16, 3, 4
-LLAMA = language.LLAMA
+LLAMA, LATENTS = language.LLAMA, features.MODELS["latents"]
 FAMILIES = {
     "gpt": language.GPT,
     "llama": LLAMA,
@@ -137,8 +137,18 @@ def test_texts_do_not_depend_on_neighbours_chunks_pages_or_hits(config, monkeypa
         features.EXPERTS + "mesh.data=4 mesh.expert=2",
         features.EXPERTS + "mesh.data=4 mesh.tensor=2",
         features.HOST + "zero.stage=2 mesh.data=8",
+        LATENTS + "mesh.data=2 mesh.tensor=4",
+        LATENTS + features.HOST + "zero.stage=2 mesh.data=4 mesh.tensor=2",
     ],
-    ids=["tensor", "stage 3", "experts", "experts and tensor", "host"],
+    ids=[
+        "tensor",
+        "stage 3",
+        "experts",
+        "experts and tensor",
+        "host",
+        "latents of padded heads",
+        "latents, host",
+    ],
 )
 def test_texts_do_not_depend_on_the_mesh(settings):
     """Fails if a split of heads, experts or weights changes a text."""

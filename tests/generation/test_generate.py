@@ -1,19 +1,23 @@
 import dataclasses
 import logging
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.support import language, sparse
 from zjax.errors import ConfigError, DataError
 from zjax.generation import generate
 from zjax.generation.chunks import Chunks
 from zjax.generation.passes import Reader, last_of_chunks
+from zjax.generation.programs import CutDecoder
 from zjax.generation.prompts import read_prompts
 from zjax.generation.sampling import Sampling
+from zjax.models import lora
 from zjax.models.continuation import params_of
 from zjax.settings import schema
 
@@ -134,6 +138,34 @@ def test_a_cache_holds_latents_alone():
     text = Text(language.make_language_model(language.LATENT), 2)
     shapes = {x.shape[1:] for x in jax.tree.leaves(text.caches)}
     assert shapes == {(1, 4, 8)} and len(jax.tree.leaves(text.caches)) == 2
+
+
+def test_devices_share_out_the_matrices_of_latents():
+    """Fails if a device holds matrices of other heads, or a part of a matrix."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 2), ("sequence", "tensor"), axis_types=auto)):
+        decoder = CutDecoder(language.make_language_model(language.LATENT))
+    for block in decoder._weights.blocks:
+        for name, shape in {"to_keys": (2, 3, 6), "to_values": (2, 6, 4)}.items():
+            matrices: Any = block["attention"][name]
+            assert {x.data.shape for x in matrices.addressable_shards} == {shape}
+
+
+def test_matrices_of_latents_include_adapters():
+    """Fails if the matrices that queries and outputs absorb are frozen kernels."""
+    model = language.make_language_model(language.LATENT)
+    tokens = np.asarray(language.make_text(language.LATENT)["tokens"])
+    plain = language.logits_of(model, {"tokens": tokens})
+    settings = schema.Lora(rank=2, form="dora", targets=("key_value",))
+    lora.attach(model, jax.random.key(0), settings=settings)
+    for _, module in [*nnx.iter_modules(model)]:
+        if isinstance(module, lora.Adapter):
+            module.b[...] += 0.3
+    whole, num_rows = language.logits_of(model, {"tokens": tokens}), len(tokens)
+    assert np.abs(whole - plain).max() > 0.1
+    counts = [tokens.shape[1]] * num_rows
+    found = Text(model, num_rows).read(tokens, [0] * num_rows, counts)
+    np.testing.assert_allclose(found, whole[:, -1], rtol=1e-4, atol=1e-4)
 
 
 @MODELS

@@ -1,6 +1,7 @@
 """Blocks for few rows read their weights in four products."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,23 @@ def decoding(config, num_rows):
         return reader.read(weights, empty, (part,), attend)[0]
 
     return run, weights, numbers
+
+
+def test_a_pass_takes_matrices_of_latents_as_they_were_prepared():
+    """Fails if a pass computes the matrices, or if weights hold one twice."""
+    latent = dataclasses.replace(language.LATENT.latent, key_rank=64)
+    config = dataclasses.replace(language.LATENT, latent=latent)
+    params = params_of(language.make_language_model(config))
+    run, weights, numbers = decoding(config, 1)
+    sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (params, weights)]
+    assert sizes[0] == sizes[1]
+    attention = weights.blocks[0]["attention"]
+    assert "key_value" not in attention
+    assert attention["to_keys"].shape == (4, latent.plain_size, 64)
+    assert attention["to_values"].shape == (4, 64, latent.value_size)
+    # A product with 64 unit vectors takes 64 times as long as with a token.
+    costs: Any = jax.jit(run).lower(weights, numbers).cost_analysis()
+    assert costs["flops"] < 4 * sizes[0]
 
 
 def test_few_tokens_are_not_sorted_by_expert(monkeypatch):

@@ -83,6 +83,7 @@ class UnitPrograms:
             return jax.tree.map(pin_rows, results), caches
 
         params = gathered(params, self._rows[segment, False])
+        params = self.reader.continuation.lay[segment](params)
         mapped = by_shard(read, shard_axes(), (None, 0, 0, 0, 0), (0, 0))
         return mapped(params, *args)
 

@@ -100,7 +100,8 @@ class Generator:
             more; 0 fills the memory that the devices have left.
         weight_dtype: Codes of the matrices of blocks, made on the devices: `int8`,
             `int4`, or `float8`, which also rounds the inputs of products; `compute`
-            makes no codes. Embedding and head stay in the dtype to compute in.
+            makes no codes. Embedding, head and the matrix from latents to keys and
+            values stay in the dtype to compute in.
         cache_dtype: Dtype of keys and values: `float8` (e4m3, without a scale), or
             `compute`.
         num_drafts: Most tokens that a text reads ahead in a pass, 0 to 15; 0 is none.

@@ -40,8 +40,9 @@ def decoder_stack(
 ) -> Stack:
     """Makes the stack of a decoder with values or shapes, able to continue text.
 
-    With `joins`, blocks take kernels that `Continuation.lay` has put side by side; with
-    a narrow `weight_dtype` also codes that it has made.
+    Blocks take parameters of `Continuation.lay`, which prepares the matrices of latent
+    attention. With `joins` it also puts kernels side by side, and with a narrow
+    `weight_dtype` it makes codes.
     """
     continuation = _continuation(model, joins, weight_dtype)
     return dataclasses.replace(make_stack(model), continuation=continuation)
@@ -61,7 +62,7 @@ def _continuation(
     model: Decoder, joins: bool, weight_dtype: WeightDtype
 ) -> Continuation:
     """Makes the functions from a decoder; tiles are left to the caller."""
-    config = model.config
+    config, original = model.config, segments_of(model.blocks).values()
     model = streaming(model, joins=joins, weight_dtype=weight_dtype)
     embedding_graph, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)
@@ -91,7 +92,10 @@ def _continuation(
         embed=embed,
         blocks=tuple(map(step_of, segments)),
         num_layers=tuple(len(layers_of(blocks)) for blocks in segments),
-        lay=tuple(layer_joiner(blocks, weight_dtype) for blocks in segments),
+        lay=tuple(
+            layer_joiner(*pair, weight_dtype)
+            for pair in zip(original, segments, strict=True)
+        ),
         score=score,
     )
 

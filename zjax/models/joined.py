@@ -1,6 +1,7 @@
 """Blocks for few rows: matrices that read one stream stand side by side, as one.
 
-Matrices may become codes on the way.
+Matrices may become codes on the way. Latent attention absorbs the matrix behind the
+latents.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from flax import nnx
 from zjax.errors import Problem
 from zjax.models.block import Block, BlockGroup, layers_of, segments_of
 from zjax.models.feed_forward import FeedForward
+from zjax.models.latent import LatentAttention
 from zjax.models.layers import (
     Attention,
     Linear,
@@ -43,14 +45,17 @@ def streaming(
     With `joins`, matrices that read one stream are joined as far as they are plain:
     codes, adapters, float8 and splits over the tensor axis keep them apart. Norms,
     activations and residuals move into the products beside them. With a narrow
-    `weight_dtype`, all matrices of blocks are codes. Kernels for few rows read the
-    experts that are chosen, and norm and residual of experts.
+    `weight_dtype`, all matrices of blocks are codes, except for absorbed matrices.
+    Kernels for few rows read the experts that are chosen, and norm and residual of
+    experts.
     """
     graph, state = nnx.split(model)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     model = nnx.merge(graph, shapes)
     for blocks in segments_of(model.blocks).values():
         for layer in layers_of(blocks):
+            if isinstance(layer.attention, LatentAttention):
+                layer.attention.absorb()
             linears = [linear for _, linear in _linears_of(layer)]
             for linear in linears:
                 if weight_dtype != "compute":
@@ -136,10 +141,13 @@ class Group(NamedTuple):
 
 
 def layer_joiner(
-    blocks: Block | BlockGroup, weight_dtype: WeightDtype = "compute"
+    blocks: Block | BlockGroup,
+    streamed: Block | BlockGroup,
+    weight_dtype: WeightDtype = "compute",
 ) -> Callable[[Params], Params]:
-    """Returns the function from the parameters of a block to those of joined ones."""
-    lays = [_layer_joiner(layer, weight_dtype) for layer in layers_of(blocks)]
+    """Returns the function from parameters of a block to those of the streamed one."""
+    pairs = zip(layers_of(blocks), layers_of(streamed), strict=True)
+    lays = [_layer_joiner(*layers, weight_dtype) for layers in pairs]
     if isinstance(blocks, Block):
         return lays[0]
 
@@ -152,14 +160,18 @@ def layer_joiner(
 
 
 def _layer_joiner(
-    layer: Block, weight_dtype: WeightDtype
+    layer: Block, streamed: Block, weight_dtype: WeightDtype
 ) -> Callable[[Params], Params]:
-    """Returns the function from the parameters of a layer to those of a joined one."""
-    groups, mlp = [*_groups_of(layer)], layer.mlp
+    """Returns the function from parameters of a layer to those of the streamed one."""
+    groups, mlp, attention = [*_groups_of(streamed)], streamed.mlp, layer.attention
     has_laid = isinstance(mlp, MixtureOfExperts) and mlp.router.laid is not None
+    has_latents = isinstance(attention, LatentAttention)
+    absorb = attention.absorber() if has_latents else None
 
     def lay(params: Params) -> Params:
         params = _join_layer(groups, weight_dtype, params)
+        if absorb is not None:
+            params = params | {"attention": absorb(params["attention"])}
         return params | {"mlp": _lay_router(params["mlp"])} if has_laid else params
 
     return lay

@@ -4,8 +4,10 @@ Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -14,6 +16,9 @@ from zjax.models import layers
 from zjax.ops import remat, rotary
 from zjax.parallel import tensor
 from zjax.settings import schema
+from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import pin
+from zjax.typing import Params
 
 NORM_EPS = 1e-6
 """Term that norms of latents add to the variance, whatever `model.norm_eps` is."""
@@ -59,7 +64,9 @@ class LatentAttention(nnx.Module):
         self.key_latent = linear(embed, narrow(key_rank + config.rotary.size))
         self.key_norm = norm(key_rank)
         outputs = heads(latent.plain_size + latent.value_size)
-        self.key_value = linear(narrow(key_rank), outputs)
+        self.key_value: Any = linear(narrow(key_rank), outputs)
+        self.to_keys: Any = nnx.data(None)  # [H, P, R], see `absorb`
+        self.to_values: Any = nnx.data(None)  # [H, R, V]
         self.out = layers.Linear(
             heads(latent.value_size),
             embed,
@@ -78,7 +85,8 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Projects, attends and projects back; returns outputs and cache.
 
-        A single token attends to the latents, as one head of keys and values.
+        If `absorb` was called, queries attend to the latents, as one head of keys and
+        values.
         """
         assert rotation is not None  # see settings.attention
         config, dropout = self.config, adapter_dropout
@@ -87,7 +95,7 @@ class LatentAttention(nnx.Module):
         # The cache holds latents and rotating channels, a fraction of keys and values.
         stored = tensor.join_stream(narrow)[:, :, None]
         stored = jnp.concatenate([stored, turning], axis=-1)
-        if x.shape[1] == 1:
+        if self.key_value is None:
             return self._attend_to_latents(attend, q, stored)
         k, v = self._keys_and_values(narrow, turning, dropout)
         v = jnp.pad(v, [*[(0, 0)] * 3, (0, config.head_size - config.value_size)])
@@ -99,6 +107,35 @@ class LatentAttention(nnx.Module):
     def stored_value_size(self) -> int:
         """Channels of a latent: the rotated channels behind are of keys alone."""
         return self.latent.key_rank
+
+    def absorb(self) -> None:
+        """Replaces the key-value matrix of an abstract layer by two, of `absorber`."""
+        self.key_value = nnx.data(None)
+        for name in ("to_keys", "to_values"):
+            placeholder = nnx.Param(jax.ShapeDtypeStruct((), jnp.float32))
+            setattr(self, name, nnx.data(placeholder))
+
+    def absorber(self) -> Callable[[Params], Params]:
+        """Returns the function to the parameters that `absorb` expects.
+
+        The matrices have the dtype of the norm of latents.
+        """
+        graph, _ = nnx.split(self.key_value)
+        plain_size = self.latent.plain_size
+
+        def absorb(params: Any) -> Params:
+            params = dict(params)
+            scale = params["key_norm"]["scale"]
+            # The layer applied to unit vectors is its matrix, adapters and codes
+            # included.
+            units = jnp.eye(scale.shape[0], dtype=scale.dtype)[None]
+            matrix = nnx.merge(graph, params.pop("key_value"))(units)[0]
+            to_keys, to_values = _split(matrix.astype(scale.dtype), plain_size)
+            params["to_keys"] = _by_head(jnp.transpose(to_keys, (1, 2, 0)))
+            params["to_values"] = _by_head(jnp.swapaxes(to_values, 0, 1))
+            return params
+
+        return absorb
 
     def laid_sinks(self) -> None:
         """Attention sinks, which latents do not have."""
@@ -133,19 +170,15 @@ class LatentAttention(nnx.Module):
         Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
         """
         latent, head_size = self.latent, self.config.head_size
-        # The layer applied to unit vectors is its matrix, adapters and codes included.
-        units = jnp.eye(latent.key_rank, dtype=q.dtype)[None]
-        to_keys, to_values = _split(self.key_value(units)[0], latent.plain_size)
         plain, turning = _split(q, latent.plain_size)
-        q = jnp.einsum("blhp,rhp->blhr", plain, to_keys)
+        q = jnp.einsum("blhp,hpr->blhr", plain, self.to_keys[...])
         q = jnp.concatenate([q, turning], axis=-1)
         # Attention divides by the root of the latent's channels: scores need the
         # head's.
         q = (q * (stored.shape[-1] / head_size) ** 0.5).astype(q.dtype)
         outputs, cache = attend(q, stored, stored, (stored,))
-        outputs = jnp.einsum(
-            "blhr,rhv->blhv", outputs[..., : latent.key_rank], to_values
-        )
+        outputs = outputs[..., : latent.key_rank]
+        outputs = jnp.einsum("blhr,hrv->blhv", outputs, self.to_values[...])
         return self.out(outputs), cache
 
     def _rotate(self, x, rotation):
@@ -156,3 +189,8 @@ class LatentAttention(nnx.Module):
 
 def _split(x, size):
     return x[..., :size], x[..., size:]
+
+
+def _by_head(x):
+    """Pins a matrix per head to the tensor axis, which the heads divide over."""
+    return pin(x, meshes.TENSOR, None, None) if tensor.num_shares() > 1 else x
