@@ -155,9 +155,25 @@ def test_padding_pairs_reach_nothing(loss):
 
     gradient = jax.grad(value, allow_int=True)
     assert value(*map(padded, clean)) == value(*clean)
+    assert loss(*map(padded, clean))[-1] == 0
     found, expected = gradient(*map(padded, clean)), gradient(*clean)
     for side, want in zip(found, expected, strict=True):
         np.testing.assert_array_equal(side.sums, np.append(want.sums, 0.0))
+
+
+@each
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_half_a_pair_reaches_nothing(loss, side):
+    """A completion without tokens is compared with nothing."""
+    empty = rl.SequenceLogprobs(jnp.array([-9.0]), jnp.array([0]))
+    reference = pairs_at(-1.0, -1.0)
+
+    def value(chosen, rejected):
+        policy = pairs_at(chosen, rejected)._replace(**{side: empty})
+        return loss(policy, reference)[0]
+
+    found = jax.value_and_grad(value, argnums=(0, 1))(-2.0, -3.0)
+    assert jax.tree.leaves(found) == [0, 0, 0]
 
 
 @each

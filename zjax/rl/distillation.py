@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from zjax.errors import ConfigError, Problem
+from zjax.rl.logprobs import log_partition
 from zjax.rl.masks import at_least_float32
 from zjax.rl.ranges import check_above_zero
 
@@ -146,10 +147,7 @@ def _divergence(terms, student, teacher, mask):
 def _divergence_forward(terms, student, teacher, mask):
     """Keeps the logits as given and three numbers per token for the backward pass."""
     beta, temperature = terms
-    norms = tuple(
-        jax.nn.logsumexp(at_least_float32(x) / temperature, axis=-1)
-        for x in (student, teacher)
-    )
+    norms = tuple(log_partition(x, temperature) for x in (student, teacher))
     log_q, log_p = _log_softmax(temperature, (student, teacher), norms)
     if beta == _FORWARD:
         values = _expectation(log_p, log_p - log_q)

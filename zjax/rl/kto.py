@@ -18,8 +18,8 @@ def kto_divergence(policy: SequenceLogprobs, reference: SequenceLogprobs) -> Los
     `divergence` of `kto_loss`.
 
     Args:
-        policy: Log-probabilities of the trained model; not differentiated.
-        reference: Log-probabilities of the reference model.
+        policy: Log-probabilities of the trained model.
+        reference: Log-probabilities of the reference model; not differentiated.
 
     Returns:
         The sum, which may be below 0, and the number of completions with tokens.
@@ -34,8 +34,7 @@ def kto_divergence(policy: SequenceLogprobs, reference: SequenceLogprobs) -> Los
     Reference:
         Ethayarajh et al., KTO (arXiv:2402.01306, section 4).
     """
-    ratios = jax.lax.stop_gradient(log_ratios(policy, reference))
-    return example_mean(ratios, policy.is_real)
+    return example_mean(log_ratios(policy, reference), policy.is_real)
 
 
 def kto_loss(

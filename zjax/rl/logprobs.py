@@ -100,6 +100,18 @@ def sequence_logprobs(
     return SequenceLogprobs(sums, mask.sum(1, dtype=jnp.int32))
 
 
+def log_partition(
+    logits: Float[Array, "*S V"], temperature: float
+) -> Float[Array, "*S"]:
+    """Computes `log sum_v exp(logits / temperature)`, float32 or wider."""
+    # The maximum is taken in the dtype of the logits: two readers of one cast would
+    # have XLA store the cast.
+    largest = logits.max(-1)
+    gaps = at_least_float32(logits) - at_least_float32(largest)[..., None]
+    powers = jnp.exp(gaps / temperature).sum(-1)
+    return jnp.log(powers) + at_least_float32(largest) / temperature
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_logprobs(temperature, logits, tokens, mask):
     """Computes the log-probabilities, 0 where masked."""
@@ -108,12 +120,12 @@ def _token_logprobs(temperature, logits, tokens, mask):
 
 def _token_logprobs_forward(temperature, logits, tokens, mask):
     """Keeps the logits as given and one number per token for the backward pass."""
-    scores = at_least_float32(logits) / temperature
-    partitions = jax.nn.logsumexp(scores, axis=-1)
-    chosen = jnp.where(_is_token(logits, tokens), scores, 0).sum(-1)
+    partitions = log_partition(logits, temperature)
+    chosen = jnp.where(_is_token(logits, tokens), logits, 0).sum(-1)
     # A compiled program cannot raise: NaN is how a bad id shows.
     is_id = (tokens >= 0) & (tokens < logits.shape[-1])
-    found = jnp.where(is_id, chosen - partitions, jnp.nan)
+    found = at_least_float32(chosen) / temperature - partitions
+    found = jnp.where(is_id, found, jnp.nan)
     return jnp.where(mask, found, 0), (logits, tokens, mask, partitions)
 
 
