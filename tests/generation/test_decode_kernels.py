@@ -13,8 +13,10 @@ from tests.support import language
 from tests.support.lowering import cuda_program
 from zjax.generation.chunks import Chunks
 from zjax.generation.passes import Reader
+from zjax.generation.shards import by_shard, shard_axes
 from zjax.models.continuation import params_of
 from zjax.settings import schema
+from zjax.sharding.mesh import make_mesh
 from zjax_kernels import device, paged_attention
 from zjax_kernels.decode.latent import mosaic_gpu
 from zjax_kernels.warpgroups import HAS_EARLY_START
@@ -86,6 +88,26 @@ def test_a_layer_is_four_products_a_rotation_and_attention(
     assert found.count("custom_call") == block.count("@mosaic_gpu") == 6 * num_layers
     assert set(found) == {"custom_call", "reshape"}
     assert ("griddepcontrol.wait" in text) == HAS_EARLY_START
+
+
+def test_each_data_shard_runs_the_kernels(monkeypatch):
+    """Fails if the compiler is left to split a pass, which it cannot do to a kernel."""
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    with jax.set_mesh(make_mesh(schema.Mesh(), jax.devices()[:4])):
+        reader, *arrays = make_reader(LLAMA, jnp.bfloat16)
+        parts = (chunks_at(*np.zeros((2, 8)), np.zeros((8, 1))),)
+        leaves, structure = jax.tree.flatten((*arrays, parts))
+
+        def read(*leaves):
+            mapped = by_shard(reader.read, shard_axes(), (None, 0, 0), (0, 0))
+            return mapped(*structure.unflatten(leaves))
+
+        text = cuda_program(read, *leaves)
+    [block] = re.findall(r"private @_run_block\w*\((.*?)\n  }", text, re.DOTALL)
+    [num_layers] = reader.continuation.num_layers
+    assert block.count("@mosaic_gpu") == 6 * num_layers
+    local = f"tensor<{1 + 4 * TABLE}x2x{PAGE_SIZE}x64xbf16>"
+    assert local in block and f"<{4 * (1 + 4 * TABLE)}x2" not in block
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
