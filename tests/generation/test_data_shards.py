@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tests.support.paged_device import Loop, expect
+from zjax.generation.balance import rank_shards
 from zjax.generation.plan import Size
 
 
@@ -62,6 +63,21 @@ def test_samples_of_one_prompt_spread_over_idle_shards():
     assert [len(slots.running) for slots in loop.shards] == [4] * 4
     loop.run()
     assert loop.scheduler.metrics.num_hit_tokens == 12 * 20
+    assert all(x.generated == expect(x)[0] for x in samples)
+
+
+def test_a_plan_looks_at_no_more_sequences_than_there_are_rows(monkeypatch):
+    """Fails if each pass goes through a long queue of followers."""
+    asked = []
+    monkeypatch.setattr(
+        "zjax.generation.scheduler.rank_shards",
+        lambda sequence, *args: asked.append(sequence) or rank_shards(sequence, *args),
+    )
+    loop = Loop(num_shards=2, num_pages=400)
+    samples = [loop.add(make_prompt(random.Random(5), 60), 2) for _ in range(300)]
+    loop.plan()
+    assert 1 < len(asked) <= 2 * 8
+    loop.run()
     assert all(x.generated == expect(x)[0] for x in samples)
 
 

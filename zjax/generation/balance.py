@@ -9,7 +9,7 @@ from zjax.generation.slots import Slots
 def rank_shards(
     sequence: Sequence, shards: List[Slots], num_rows: List[int], num_waiting: int
 ) -> list[int]:
-    """Returns the numbers of the shards with a free slot, the cheapest first.
+    """Returns the numbers of the shards with room for a row, the cheapest first.
 
     A shard reads the tokens of a prompt that its cache lacks. A row beyond a shard's
     share of all rows costs as many tokens as the sequence is to write: samples of a
@@ -27,5 +27,6 @@ def rank_shards(
         num_excess = max(num_rows[shard] + 1 - share, 0)
         return num_missing + num_excess * sequence.num_left, num_rows[shard]
 
-    free = [shard for shard, slots in enumerate(shards) if not slots.is_full]
+    pairs = enumerate(zip(shards, num_rows, strict=True))
+    free = [shard for shard, (slots, rows) in pairs if rows < slots.max_rows]
     return free if len(free) == 1 else sorted(free, key=cost)

@@ -315,6 +315,8 @@ class Scheduler:
         admitted: list[list[Sequence]] = [[] for _ in self.shards]
         num_rows, passed = [len(slots.running) for slots in self.shards], []
         for sequence in self.waiting:
+            if min(num_rows) >= self.max_rows:  # with rows that await pages
+                break
             num_free = [most - len(found) for found in chunks]
             shard, is_admitted = self._find_shard(sequence, num_free, num_rows)
             if shard is None:
