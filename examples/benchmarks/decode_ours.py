@@ -95,6 +95,7 @@ class RandomDecoder:
 
     def __init__(self, shape, dtypes=COMPUTE):
         self.config, self._dtypes = model_settings(shape), dtypes
+        self.pending_bytes, self.axes = 0, ()
         reader, model = self._make_reader(), self._make_model()
         embed, segments, head = reader.stack.split(params_of(model))
         keys = map(functools.partial(jax.random.fold_in, jax.random.key(0)), count())

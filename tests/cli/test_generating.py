@@ -20,7 +20,7 @@ from zjax.cli.prompt_file import chats_given, read_prompts, texts_given
 from zjax.cli.text_file import TextFile
 from zjax.data.prompts import as_talk
 from zjax.files import MAX_TEXT_BYTES
-from zjax.generation import programs
+from zjax.generation import cutting
 from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
 from zjax.settings.schema import Config
@@ -119,7 +119,7 @@ def test_weights_of_a_run_are_read_without_moments_and_held_once(tmp_path, monke
     del trainer
     gc.collect()
     names, peak, before = set(), [], bytes_here(jax.live_arrays())
-    restore, cut_block = saved.SavedArrays.restore, programs._cut_block
+    restore, cut_block = saved.SavedArrays.restore, cutting._cut_block
 
     def seen(self, given, *more):
         names.update(given)
@@ -130,8 +130,9 @@ def test_weights_of_a_run_are_read_without_moments_and_held_once(tmp_path, monke
         peak.append(bytes_here(jax.live_arrays()) - before)
         return block
 
+    cut.lower = cut_block.lower
     monkeypatch.setattr(saved.SavedArrays, "restore", seen)
-    monkeypatch.setattr(programs, "_cut_block", cut)
+    monkeypatch.setattr(cutting, "_cut_block", cut)
     for part, text in zip(("auto", "raw"), wanted, strict=True):
         words = f"--run={tmp_path / 'run'}", f"--part={part}", "--max_rows=1"
         generator, weights = commands.open_generator(typed("generate", *words), config)

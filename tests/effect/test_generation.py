@@ -42,13 +42,18 @@ def start(settings):
 @pytest.fixture
 def compiled(monkeypatch):
     """The text of each program that adds tokens to rows."""
-    real, texts = programs._run_steps(), []
+    real, texts = programs._run_steps, []
 
-    def watched(*args):
-        texts.append(real.lower(*args).compile().as_text())
-        return real(*args)
+    def watched(placed):
+        program = real(placed)
 
-    monkeypatch.setattr(programs, "_run_steps", lambda: watched)
+        def run(*args):
+            texts.append(program.lower(*args).compile().as_text())
+            return program(*args)
+
+        return run
+
+    monkeypatch.setattr(programs, "_run_steps", watched)
     return texts
 
 

@@ -3,6 +3,7 @@
 The units of the model are prefetched in turn: the devices hold a few units, the
 embedding, the head and the pages. The first units of the next pass are prefetched while
 tokens are chosen. The more rows pass at once, the less each pays for the transfers.
+The programs of units compile when the first passes run.
 
 Reference: ZeRO-Inference, in DeepSpeed Inference, arXiv:2207.00032.
 """
@@ -124,7 +125,7 @@ class UnitDecoder:
     """
 
     def __init__(self, programs: UnitPrograms, params: Params, config: schema.Model):
-        self.programs, self.config = programs, config
+        self.programs, self.config, self.pending_bytes = programs, config, 0
         self.embed, _, self.head = programs.units.stack.split(params)
         self.stored = programs.units.stored(params)
 
@@ -167,6 +168,9 @@ class UnitPasses:
     def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
         """Stores the tokens of a row that begins in a slot of each shard."""
         self._history.set_rows(slots, tokens)
+
+    def load(self) -> None:
+        """Does nothing: the state of a run has the weights."""
 
     def compile(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int

@@ -85,6 +85,10 @@ class Engine:
         while (news := self.step()) is not None:
             yield from news
 
+    def load(self) -> None:
+        """Reads the weights that are still to be read; a pass may follow."""
+        self._passes.load()
+
     def compile(self) -> None:
         """Starts to compile the passes of all sizes, passes of prompts first."""
         tables = [slots.lend_table() for slots in self.scheduler.shards]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
+from zjax.generation.cutting import Unread
 from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.engine import Engine, Request
 from zjax.generation.plan import NUM_STEPS, Size
@@ -25,7 +26,6 @@ from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE, pages_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.stack import Decoder
 from zjax.settings import schema
-from zjax.typing import Params
 
 
 @runtime_checkable
@@ -33,6 +33,8 @@ class StoredDecoder(Protocol):
     """A decoder whose weights are where passes read them."""
 
     config: schema.Model
+    pending_bytes: int
+    """Bytes on a device of weights that passes have yet to read."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -161,10 +163,10 @@ def make_engine(
 def stored(
     model: Decoder | StoredDecoder,
     dtypes: Dtypes = COMPUTE,
-    given_up: Params | None = None,
+    unread: Unread | None = None,
 ) -> StoredDecoder:
     """Returns a decoder with weights where passes read them; see `CutDecoder`."""
-    return CutDecoder(model, dtypes, given_up) if isinstance(model, Decoder) else model
+    return CutDecoder(model, dtypes, unread) if isinstance(model, Decoder) else model
 
 
 def _seeds(key: jax.Array | None, num_rows: int) -> UInt32[np.ndarray, " B"]:

@@ -78,6 +78,10 @@ class Generator:
     All methods may be called from any thread. Requests join and leave while others are
     written, and no text depends on the requests beside it.
 
+    Threads compile the passes of all sizes, of a directory while the weights are read.
+    Passes of other models than the built-in decoder, and of blocks that are gathered or
+    stored off the devices, compile when they run.
+
     In a run of several processes every process makes the generator and calls the same
     methods with the same prompts, in one thread; each gets all texts. Requests as they
     come (`submit`, `stream`) are refused.
@@ -154,16 +158,24 @@ class Generator:
         self.max_length = max_length or longest_text(self.config)[1]
         self.max_rows = max_rows
         with opened.context():
-            decoder = stored(opened.decoder, dtypes, opened.params)
+            decoder = stored(opened.decoder, dtypes, opened.unread)
             # Pages fill what is free, and the weights are there twice until now:
             # modules refer to themselves.
-            opened = opened._replace(decoder=None, params=None)
+            opened = opened._replace(decoder=None, unread=None)
             gc.collect()
             sizes = sizes_of(max_rows, num_drafts)
             engine = self._make_engine(decoder, sizes, num_pages)
         self._scheduler = engine.scheduler
         kind = Worker if jax.process_count() == 1 else Lockstep
+        # Compiles from here on, while the weights are read.
         self._worker = kind(engine, opened.context)
+        try:
+            with opened.context():
+                engine.load()
+        except BaseException:  # Ctrl-C, too
+            engine.close()
+            self._worker.close()
+            raise
         # The thread would hold weights and pages of a generator that nobody closes.
         weakref.finalize(self, self._worker.stop).atexit = False
 
@@ -174,7 +186,8 @@ class Generator:
         each = decoder.page_bytes(PAGE_SIZE)
         self.num_shards = num_shards(decoder.axes)
         if not num_pages:
-            num_pages = count_pages(each, self.max_rows, self.max_length)
+            lengths = self.max_rows, self.max_length
+            num_pages = count_pages(each, *lengths, decoder.pending_bytes)
         self.num_pages = num_pages
         shards = f"{self.num_shards} data shards of " if self.num_shards > 1 else ""
         text = "text: %s%d rows at once, of up to %d tokens; %d pages of %d tokens, %s "

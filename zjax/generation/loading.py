@@ -23,6 +23,7 @@ from zjax.data.tokenizer import load_tokenizer
 from zjax.data.tokenizer_files import TOKENIZER_NAME
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path
+from zjax.generation.cutting import Unread
 from zjax.generation.recomputed import Recomputed
 from zjax.models.build import make_model
 from zjax.models.stack import Decoder
@@ -31,7 +32,7 @@ from zjax.settings.schema import Config
 from zjax.sharding.layers import layer_by_layer
 from zjax.sharding.mesh import PIPELINE, make_mesh
 from zjax.sharding.plan import Plan, make_plan
-from zjax.typing import Model, Params
+from zjax.typing import Model
 from zjax.weights import huggingface
 from zjax.weights.source import Source
 
@@ -45,9 +46,8 @@ class Opened(NamedTuple):
     """None takes and gives tokens."""
     context: Callable[[], contextlib.AbstractContextManager[Any]]
     """Context of the passes: the mesh in use."""
-    params: Params | None = None
-    """Weights that nothing else reads, to be deleted as they are cut, of a `Decoder`
-    with shapes alone."""
+    unread: Unread | None = None
+    """Weights of a `Decoder` with shapes alone."""
 
 
 LogitsFn = Callable[[Any, jax.Array], jax.Array]
@@ -122,7 +122,7 @@ _SHORTEST_TEXT = 2
 
 
 def open_huggingface(directory: str) -> Opened:
-    """Reads the weights of a Hugging Face checkpoint in bfloat16, with tokenizer.
+    """Opens the weights of a Hugging Face checkpoint in bfloat16, with tokenizer.
 
     Devices split the model as the default mesh of a run with these weights does.
     """
@@ -148,7 +148,7 @@ def read_decoder(
     adapt: Adapt = unchanged,
     source: Source | None = None,
 ) -> Opened:
-    """Reads weights layer by layer onto the devices; see `load_weights`."""
+    """Opens weights that are read layer by layer onto the devices by `load_weights`."""
     rows, mesh = plan.compute, plan.mesh
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
     decoder = model.bind(shapes, {})
@@ -158,8 +158,9 @@ def read_decoder(
     assert isinstance(mesh, Mesh)
     if mesh.shape[PIPELINE] == 1:  # stages hold parts of stacks
         rows = jax.tree.map(layer_by_layer, rows)
-    params = load_weights(path, rows, adapt, source)
-    return Opened(decoder, prompts, functools.partial(jax.set_mesh, mesh), params)
+    read = functools.partial(load_weights, path, rows, adapt, source)
+    context = functools.partial(jax.set_mesh, mesh)
+    return Opened(decoder, prompts, context, Unread(rows, read))
 
 
 def settings_of_huggingface(directory: str) -> Config:

@@ -12,6 +12,13 @@ import numpy as np
 from absl import logging
 from jaxtyping import Array, Int
 
+from zjax.generation.cutting import (
+    Unread,
+    cut_weights,
+    outputs_of,
+    planned_bytes,
+    planned_weights,
+)
 from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.pages import bytes_on_device
 from zjax.generation.passes import (
@@ -35,8 +42,6 @@ from zjax.jaxprs.versions import knows_option
 from zjax.models.continuation import params_of
 from zjax.models.stack import Decoder
 from zjax.ops.narrow import describe_products
-from zjax.sharding.layers import is_layers, layers_of
-from zjax.typing import Params
 from zjax_kernels.decode.product.tuning import num_bits
 
 
@@ -46,6 +51,10 @@ class Passes(Protocol):
 
     def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
         """Stores the tokens of a row that begins in a slot of each shard."""
+        ...
+
+    def load(self) -> None:
+        """Reads the weights, unless they are where passes read them."""
         ...
 
     def compile(
@@ -117,7 +126,9 @@ class Programs:
 
     Args:
         reader: Functions of the decoder.
-        weights: Weights of the decoder, cut by `Reader.cut`.
+        weights: Weights of the decoder, cut by `Reader.cut`, or their shapes with
+            shardings.
+        read: Function that returns the weights in place of shapes.
         num_slots: Rows at once on a shard, 1 or more.
         max_length: Most tokens of a row.
         num_pages: Pages of the cache of a shard with the sink, 2 or more.
@@ -128,29 +139,48 @@ class Programs:
         self,
         reader: Reader,
         weights: Weights,
+        read: Callable[[], Weights] | None = None,
         *,
         num_slots: int,
         max_length: int,
         num_pages: int,
         page_size: int,
     ):
-        self._reader, self._weights = reader, weights
+        self._reader, self._weights, self._read_weights = reader, weights, read
         self._history = History(num_slots, max_length, shard_axes())
-        self._caches = _empty_caches(reader, weights, num_pages, page_size)
-        mesh = jax.sharding.get_abstract_mesh()
+        self._page_shape = num_pages, page_size
+        if read is None:
+            self._caches = _empty_caches(reader, weights, *self._page_shape)
+        else:  # the memory of the pages may be needed to read the weights
+            lowered = _empty_caches.lower(reader, weights, *self._page_shape)
+            self._caches = outputs_of(lowered.compile())
+        mesh, self._placed = jax.sharding.get_abstract_mesh(), None
+        if not mesh.empty:
+            replaced = self._caches, self._history.tokens
+            self._placed = *jax.tree.map(lambda x: x.sharding, replaced), None
         several = not mesh.empty and mesh.size > 1
         self._is_alone = several and jax.default_backend() == "cpu"
         self._compiling: dict[Any, concurrent.futures.Future[Any]] = {}
         self._scores_prompts = False
+        self._is_closed = False
 
     def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
         """Stores the tokens of a row that begins in a slot of each shard."""
         self._history.set_rows(slots, tokens)
 
+    def load(self) -> None:
+        """Reads the weights where there are shapes, and makes the pages."""
+        if self._read_weights is not None:
+            self._weights, self._read_weights = self._read_weights(), None
+            inputs = self._reader, self._weights, *self._page_shape
+            self._caches = _empty_caches(*inputs)
+
     def compile(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
     ) -> None:
         """Starts to compile what `read` runs for such pieces, in a thread."""
+        if self._is_closed:
+            return
         run, inputs = self._program(rows, pieces, sizes, num_steps)
         # Traced here, as a mesh is in use for one thread. Calls find what is compiled.
         compile = run.lower(*inputs).compile
@@ -175,7 +205,9 @@ class Programs:
 
     def close(self) -> None:
         """Drops what has not begun to compile: a process would end later for it."""
-        for started in self._compiling.values():
+        self._is_closed = True
+        # A copy: another thread may be starting programs.
+        for started in list(self._compiling.values()):
             started.cancel()
 
     def _log_scores(self, pieces: Sequence[Pieces]) -> None:
@@ -192,8 +224,9 @@ class Programs:
         state = self._weights, self._caches, self._history.tokens, rows
         if num_steps > 1:
             (piece,) = pieces
-            return _run_steps(), (self._reader, num_steps, *state, piece)
-        return _run_pass(), (self._reader, tuple(sizes), *state, tuple(pieces))
+            return _run_steps(self._placed), (self._reader, num_steps, *state, piece)
+        inputs = self._reader, tuple(sizes), *state, tuple(pieces)
+        return _run_pass(self._placed), inputs
 
 
 class CutDecoder:
@@ -202,18 +235,26 @@ class CutDecoder:
     Args:
         model: Decoder with weights in the dtype to compute in.
         dtypes: How weights and keys are stored.
-        given_up: Weights of a decoder that has none, which are deleted block by block
-            as they are cut; None cuts the weights of the decoder.
+        unread: Weights of a decoder that has none, which are deleted block by block as
+            they are cut; None cuts the weights of the decoder.
     """
 
     def __init__(
-        self, model: Decoder, dtypes: Dtypes = COMPUTE, given_up: Params | None = None
+        self, model: Decoder, dtypes: Dtypes = COMPUTE, unread: Unread | None = None
     ):
         self.config = model.config
-        self._reader = Reader.of(model, dtypes)
-        is_owned = given_up is not None
-        params = given_up if is_owned else params_of(model)
-        self._weights = _cut(self._reader, params, is_owned=is_owned)
+        self._reader, self._unread = Reader.of(model, dtypes), None
+        self.pending_bytes = 0
+        """Bytes on a device of weights that `Passes.load` will read."""
+        if unread is None:
+            params = params_of(model)
+            self._weights = cut_weights(self._reader, params, is_owned=False)
+        elif unread.can_wait:
+            self._unread = unread
+            self._weights = planned_weights(self._reader, unread.plans)
+            self.pending_bytes = planned_bytes(self._weights)
+        else:
+            self._weights = _read(self._reader, unread)
         _report(dtypes, self._weights)
 
     @property
@@ -223,11 +264,19 @@ class CutDecoder:
 
     def passes(self, **shapes: int) -> Programs:
         """Makes passes of the shapes that `Programs` takes."""
-        return Programs(self._reader, self._weights, **shapes)
+        read = None
+        if self._unread is not None:
+            read = functools.partial(_read, self._reader, self._unread)
+        return Programs(self._reader, self._weights, read, **shapes)
 
     def page_bytes(self, page_size: int) -> int:
         """Counts the bytes on a device of a page of all layers."""
         return page_bytes(self._reader, self._weights, page_size)
+
+
+def _read(reader: Reader, unread: Unread) -> Weights:
+    """Reads weights and cuts them."""
+    return cut_weights(reader, unread.read(), is_owned=True)
 
 
 def page_bytes(reader: Reader, weights: Weights, page_size: int) -> int:
@@ -256,45 +305,6 @@ def _compilers() -> concurrent.futures.Executor:
     return concurrent.futures.ThreadPoolExecutor(os.cpu_count())
 
 
-def _cut(reader: Reader, params: Params, *, is_owned: bool) -> Weights:
-    """Cuts weights block by block; deletes owned weights as soon as they are cut."""
-    # A program would copy a table that embedding and head share for each of them.
-    embed, segments, head = reader.stack.split(params)
-    blocks = []
-    for number, stacked in enumerate(segments):
-        count, is_apart = reader.stack.segments[number].num_blocks, _is_apart(stacked)
-        for index in range(count):
-            one = layers_of(stacked, count)[index] if is_apart else stacked
-            place = None if is_apart else np.int32(index)
-            block = jax.block_until_ready(_cut_block(reader, number, one, place))
-            blocks.append(block)
-            if is_owned and (is_apart or index == count - 1):
-                _delete(one, block)
-    return Weights(embed, tuple(blocks), head)
-
-
-def _is_apart(stacked: Params) -> bool:
-    """Whether the layers of parameters are separate arrays."""
-    leaves = jax.tree.leaves(stacked, is_leaf=is_layers)
-    return all(map(is_layers, leaves))
-
-
-def _delete(params: Params, kept: Params) -> None:
-    """Deletes arrays but for buffers that other arrays took over."""
-    buffers = {_buffer_of(x) for x in jax.tree.leaves(kept)}
-    for x in jax.tree.leaves(params):
-        if _buffer_of(x) not in buffers:
-            x.delete()
-
-
-def _buffer_of(x: jax.Array) -> int:
-    """Returns the address of the first shard here."""
-    return x.addressable_data(0).unsafe_buffer_pointer()
-
-
-_cut_block = jax.jit(Reader.cut_block, static_argnums=(0, 1))
-
-
 def _report(dtypes: Dtypes, weights: Weights) -> None:
     """Logs which arrays are stored in fewer bits, and how products read codes."""
     if dtypes.weights != "compute":
@@ -309,20 +319,21 @@ def _report(dtypes: Dtypes, weights: Weights) -> None:
 
 
 # The reader is static: weights of another step reuse the programs. Made when they are
-# first needed, as options depend on the platform.
+# first needed, as options depend on the platform. Results have the very shardings of
+# what they replace: an equal one with another spec would compile all passes again.
 @functools.cache
-def _run_pass() -> Any:
-    """Makes the program of `run_pass`."""
-    return _jit_by_shard(run_pass)
+def _run_pass(placed: Any) -> Any:
+    """Makes the program of `run_pass`, with the shardings of the results."""
+    return _jit_by_shard(run_pass, placed)
 
 
 @functools.cache
-def _run_steps() -> Any:
-    """Makes the program of `run_steps`."""
-    return _jit_by_shard(run_steps)
+def _run_steps(placed: Any) -> Any:
+    """Makes the program of `run_steps`, with the shardings of the results."""
+    return _jit_by_shard(run_steps, placed)
 
 
-def _jit_by_shard(run: Callable[..., Any]) -> Any:
+def _jit_by_shard(run: Callable[..., Any], placed: Any) -> Any:
     """Makes the program that runs a pass on each data shard of the mesh in use."""
 
     @functools.wraps(run)  # the name of the program
@@ -334,8 +345,13 @@ def _jit_by_shard(run: Callable[..., Any]) -> Any:
         caches, history, chosen = mapped(*arrays)
         return caches, history, pin_results(chosen)
 
-    jit = functools.partial(jax.jit, compiler_options=_options())
-    return jit(run_all, static_argnums=(0, 1), donate_argnums=(3, 4))
+    return jax.jit(
+        run_all,
+        static_argnums=(0, 1),
+        donate_argnums=(3, 4),
+        out_shardings=placed,
+        compiler_options=_options(),
+    )
 
 
 def _options() -> dict[str, Any]:

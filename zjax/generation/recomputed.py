@@ -2,7 +2,7 @@
 
 Any function from tokens to logits can so write text. Texts are padded on the right to
 few lengths, which a causal model does not see; rows without a token to come are left
-out.
+out. Each length compiles when a text first has it.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Recomputed:
     """
 
     def __init__(self, score: Score, weights: Any, max_length: int, name: Any = None):
-        self.score, self.weights = score, weights
+        self.score, self.weights, self.pending_bytes = score, weights, 0
         self.axes: tuple[str, ...] = ()
         vocab_size = _find_vocab_size(score, weights, max_length, name)
         self.config = schema.Model(vocab_size=vocab_size, max_length=max_length)
@@ -103,6 +103,9 @@ class RecomputedPasses:
     def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
         """Stores the tokens of a row that begins in a slot."""
         self._history.set_rows(slots, tokens)
+
+    def load(self) -> None:
+        """Does nothing: the weights are on the devices."""
 
     def compile(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int

@@ -97,12 +97,15 @@ def _is_between(least: int, value: Any, most: int | float) -> bool:
     return is_integer and least <= int(value) <= most
 
 
-def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
+def count_pages(
+    page_bytes: int, max_rows: int, max_length: int, pending_bytes: int = 0
+) -> int:
     """Counts the pages that fit in the memory that devices have left.
 
-    `page_bytes` are the bytes on a device of a page of all layers. There are no more
-    pages than rows can fill. Memory that is not known, as of a CPU, gets pages for
-    some thousands of tokens of each row.
+    `page_bytes` are the bytes on a device of a page of all layers, `pending_bytes` of
+    weights that are still to be read. There are no more pages than rows can fill.
+    Memory that is not known, as of a CPU, gets pages for some thousands of tokens of
+    each row.
     """
     row_pages = -(-max_length // PAGE_SIZE)
     most = 1 + max_rows * row_pages
@@ -111,7 +114,7 @@ def count_pages(page_bytes: int, max_rows: int, max_length: int) -> int:
     known = _known_free_bytes()
     if not known:
         return min(most, 1 + max_rows * min(row_pages, _ROW_TOKENS // PAGE_SIZE))
-    number = least(fit_pages(min(known), page_bytes))
+    number = least(fit_pages(min(known) - pending_bytes, page_bytes))
     if number < 1 + row_pages:
         problem = f"leaves room for {max(number - 1, 0) * PAGE_SIZE} tokens"
         remedy = "free memory, use a smaller max_length, or offload the model"
