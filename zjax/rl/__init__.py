@@ -1,5 +1,11 @@
 """Losses of reinforcement learning: small pure functions that compose."""
 
+from zjax.rl.advantages import (
+    decoupled_advantages,
+    group_advantages,
+    rloo_advantages,
+    uniform_groups,
+)
 from zjax.rl.aggregation import (
     LossSum,
     constant_mean,
@@ -7,9 +13,25 @@ from zjax.rl.aggregation import (
     sequence_mean,
     token_mean,
 )
+from zjax.rl.corrections import (
+    check_correction,
+    mask_weights,
+    on_policy_sequences,
+    sequence_weights,
+    token_weights,
+    truncate_weights,
+)
 from zjax.rl.distillation import forward_kl, jensen_shannon, reverse_kl
+from zjax.rl.divergences import kl_k1, kl_k2, kl_k3, kl_k3_k2
 from zjax.rl.kto import kto_divergence, kto_loss
 from zjax.rl.logprobs import SequenceLogprobs, sequence_logprobs, token_logprobs
+from zjax.rl.losses import (
+    cispo_loss,
+    clip_loss,
+    dual_clip_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 from zjax.rl.preferences import (
     Pairs,
     apo_zero_loss,
@@ -19,8 +41,11 @@ from zjax.rl.preferences import (
     log_ratios,
     robust_dpo_loss,
 )
+from zjax.rl.ratios import sequence_ratios, token_ratios
 from zjax.rl.reference_free import odds_ratio_loss, orpo_loss, simpo_loss
+from zjax.rl.returns import discounted_returns, gae, token_rewards, whiten
 from zjax.rl.reward_model import bradley_terry_loss, ranking_loss
+from zjax.rl.value_loss import value_loss
 
 __all__ = [
     "LossSum",
@@ -28,24 +53,50 @@ __all__ = [
     "SequenceLogprobs",
     "apo_zero_loss",
     "bradley_terry_loss",
+    "check_correction",
+    "cispo_loss",
+    "clip_loss",
     "constant_mean",
+    "decoupled_advantages",
+    "discounted_returns",
     "dpo_loss",
+    "dual_clip_loss",
     "example_mean",
     "forward_kl",
+    "gae",
+    "group_advantages",
     "hinge_loss",
     "ipo_loss",
     "jensen_shannon",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_k3_k2",
     "kto_divergence",
     "kto_loss",
     "log_ratios",
+    "mask_weights",
     "odds_ratio_loss",
+    "on_policy_sequences",
     "orpo_loss",
     "ranking_loss",
+    "reinforce_loss",
     "reverse_kl",
+    "rloo_advantages",
     "robust_dpo_loss",
+    "sapo_loss",
     "sequence_logprobs",
     "sequence_mean",
+    "sequence_ratios",
+    "sequence_weights",
     "simpo_loss",
     "token_logprobs",
     "token_mean",
+    "token_ratios",
+    "token_rewards",
+    "token_weights",
+    "truncate_weights",
+    "uniform_groups",
+    "value_loss",
+    "whiten",
 ]

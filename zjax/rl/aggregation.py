@@ -46,7 +46,7 @@ def token_mean(losses: Float[Array, "B L"], mask: Bool[Array, "B L"]) -> LossSum
         3.5
 
     Reference:
-        Yu et al., DAPO (arXiv:2503.14476), equation 8.
+        Yu et al., DAPO (arXiv:2503.14476), equation 12.
     """
     losses = masked(losses, mask)
     return LossSum(losses.sum(), mask.sum(dtype=losses.dtype))
