@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 import textwrap
@@ -152,6 +153,7 @@ def _wrapped(text: str) -> list[str]:
     )
 
 
+@functools.cache
 def _docstrings() -> dict[str, dict[str, str]]:
     """Attribute docstrings of the schema, by class and field."""
     # Python drops strings below fields, but their source has them.
