@@ -10,6 +10,7 @@ Annotations are checked at every call of a function that bears them by its own n
 """
 
 import collections
+import contextlib
 import functools
 import gc
 import importlib
@@ -119,6 +120,26 @@ def few_programs():
         KEPT.clear()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_ahead():
+    """Generators compile a pass when it runs: most tests need two or three of six.
+
+    Under `with compiled_ahead():` they compile all at the start, as elsewhere.
+    """
+    name, patch = "zjax.generation.engine.Engine.compile", pytest.MonkeyPatch
+    ahead = importlib.import_module("zjax.generation.engine").Engine.compile
+
+    @contextlib.contextmanager
+    def compile_ahead():
+        with patch.context() as inner:
+            inner.setattr(name, ahead)
+            yield
+
+    with patch.context() as outer:
+        outer.setattr(name, lambda engine: None)
+        yield compile_ahead
 
 
 @pytest.fixture

@@ -184,14 +184,15 @@ def test_a_call_that_is_interrupted_ends_its_texts(generator, call, monkeypatch)
     assert cancelled == [[1, 2], [3]]
 
 
-def test_a_generator_that_nobody_closes_frees_its_engine():
+def test_a_generator_that_nobody_closes_frees_its_engine(compiled_ahead):
     """Fails if the thread holds weights and pages once the generator is gone."""
-    generator = make()
-    ticket = generator.submit([1, 2], Sampling(max_new_tokens=2))
-    engine = weakref.ref(generator._worker._runner.engine)
-    thread = generator._worker._thread
-    del generator
-    assert len([*ticket]) > 0  # a ticket keeps the generator
+    with compiled_ahead():
+        generator = make()
+        ticket = generator.submit([1, 2], Sampling(max_new_tokens=2))
+        engine = weakref.ref(generator._worker._runner.engine)
+        thread = generator._worker._thread
+        del generator
+        assert len([*ticket]) > 0  # a ticket keeps the generator
     del ticket
     gc.collect()
     thread.join(timeout=30)
@@ -416,7 +417,7 @@ def test_all_numbers_that_cannot_work_are_told_at_once():
     )
 
 
-def test_few_programs_serve_requests_of_any_length(caplog):
+def test_few_programs_serve_requests_of_any_length(caplog, compiled_ahead):
     """Fails if a length of a prompt or text, or a setting, compiles a program."""
     config = dataclasses.replace(language.LLAMA, vocab_size=31)
     rng = np.random.default_rng(2)
@@ -424,6 +425,7 @@ def test_few_programs_serve_requests_of_any_length(caplog):
     try:
         with (
             caplog.at_level(logging.WARNING),
+            compiled_ahead(),
             Generator(language.make_language_model(config), max_rows=4) as generator,
         ):
             tickets = []
@@ -449,7 +451,7 @@ def test_few_programs_serve_requests_of_any_length(caplog):
 
 @pytest.mark.parametrize(("num_drafts", "num_programs"), [(0, 5), (3, 6)])
 def test_all_programs_are_compiled_before_the_first_request(
-    caplog, num_drafts, num_programs
+    caplog, compiled_ahead, num_drafts, num_programs
 ):
     """Fails if a request has to wait for a program of a size known at the start."""
     config = dataclasses.replace(language.LLAMA, vocab_size=37 + num_drafts)
@@ -463,6 +465,7 @@ def test_all_programs_are_compiled_before_the_first_request(
     try:
         with (
             caplog.at_level(logging.WARNING),
+            compiled_ahead(),
             Generator(
                 language.make_language_model(config), max_rows=4, num_drafts=num_drafts
             ) as generator,

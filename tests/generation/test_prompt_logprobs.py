@@ -245,7 +245,7 @@ def test_scores_do_not_depend_on_the_mesh(settings):
         check_text(text, prompt, 2, model)
 
 
-def test_the_program_that_scores_is_one_more_and_is_told(caplog):
+def test_the_program_that_scores_is_one_more_and_is_told(caplog, compiled_ahead):
     """Fails if others pay for scores, or each request compiles a program."""
     config = dataclasses.replace(LLAMA, vocab_size=41, max_length=160)
     kinds = "Compiling jit(run_steps)", "Compiling jit(run_pass)"
@@ -259,6 +259,7 @@ def test_the_program_that_scores_is_one_more_and_is_told(caplog):
     try:
         with (
             caplog.at_level(logging.INFO),
+            compiled_ahead(),
             Generator(language.make_language_model(config), max_rows=4) as generator,
         ):
             generator.generate(PROMPTS[:4], Sampling(max_new_tokens=3))

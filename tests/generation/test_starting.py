@@ -26,6 +26,12 @@ PASSES = "jit(run_pass)", "jit(run_steps)"
 NUM_SIZES = len(sizes.sizes_of(2))
 
 
+@pytest.fixture(autouse=True)
+def ahead(compiled_ahead):
+    with compiled_ahead():
+        yield
+
+
 @contextlib.contextmanager
 def noted_programs():
     """Yields a list that gets the name of each program that is compiled inside."""

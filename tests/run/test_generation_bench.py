@@ -31,9 +31,9 @@ CONFIG = small_run.make_config("never/written", "model.max_length=64")
 
 
 @pytest.fixture(scope="module")
-def measured():
+def measured(compiled_ahead):
     """A measurement of two numbers of rows, on a device of a known memory."""
-    with pytest.MonkeyPatch.context() as patch:
+    with compiled_ahead(), pytest.MonkeyPatch.context() as patch:
         memory = DeviceMemory(1e9, 1e9)
         patch.setattr(measuring, "known_memory", lambda _: memory)
         return measure_generation(CONFIG, rows=(1, 2), num_rounds=2)
