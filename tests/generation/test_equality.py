@@ -16,7 +16,7 @@ from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 from zjax.settings import schema
 
-LENGTH, ROWS, PAGE = 16, 3, 4
+LENGTH, ROWS, PAGE, PAGES = 16, 3, 4, 20
 LLAMA, LATENTS = language.LLAMA, features.MODELS["latents"]
 FAMILIES = {
     "gpt": language.GPT,
@@ -81,11 +81,14 @@ def whole_texts(model):
 
 
 class Written:
-    """An engine of small chunks and pages, and what it writes."""
+    """An engine of small chunks and pages, and what it writes.
+
+    The cache has one shape, so that engines of fewer pages share programs.
+    """
 
     def __init__(self, decoder, *, num_pages, chunk_size, width=1):
         shapes = {"num_slots": ROWS, "max_length": LENGTH}
-        passes = decoder.passes(num_pages=num_pages, page_size=PAGE, **shapes)
+        passes = decoder.passes(num_pages=PAGES, page_size=PAGE, **shapes)
         sizes = [Size(ROWS), Size(ROWS, 2), Size(ROWS, steps=4)]
         sizes += [Size(ROWS, width=width)] if width > 1 else []
         pool = Pool(num_pages, PAGE)
@@ -113,7 +116,7 @@ def test_texts_do_not_depend_on_neighbours_chunks_pages_or_hits(config, monkeypa
     model = language.make_language_model(config)
     wanted, decoder = whole_texts(model), CutDecoder(model)
     assert len({token for text in wanted for token in text}) > 3
-    roomy = Written(decoder, num_pages=20, chunk_size=3)
+    roomy = Written(decoder, num_pages=PAGES, chunk_size=3)
     assert roomy.write() == wanted
     hits = roomy.scheduler.metrics.num_hit_tokens
     assert roomy.write() == wanted

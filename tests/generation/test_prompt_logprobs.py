@@ -23,7 +23,7 @@ from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 from zjax.settings import schema
 
-LENGTH, ROWS, PAGE = 16, 3, 4
+LENGTH, ROWS, PAGE, PAGES = 16, 3, 4, 20
 LLAMA = language.LLAMA
 FAMILIES = {
     "gpt": language.GPT,
@@ -75,11 +75,14 @@ def check(scores, prompt, logprobs, best):
 
 
 class Written:
-    """An engine of small chunks and pages, and what it tells of prompts."""
+    """An engine of small chunks and pages, and what it tells of prompts.
+
+    The cache has one shape, so that engines of fewer pages share programs.
+    """
 
     def __init__(self, decoder, *, num_pages, chunk_size):
         shapes = {"num_slots": ROWS, "max_length": LENGTH}
-        passes = decoder.passes(num_pages=num_pages, page_size=PAGE, **shapes)
+        passes = decoder.passes(num_pages=PAGES, page_size=PAGE, **shapes)
         sizes = [Size(ROWS), Size(ROWS, 2), Size(ROWS, steps=4)]
         pool = Pool(num_pages, PAGE)
         self.scheduler = Scheduler([pool], ROWS, LENGTH, sizes, chunk_size=chunk_size)
@@ -128,9 +131,9 @@ def test_scores_do_not_depend_on_neighbours_chunks_pages_or_hits(config):
     decoder = CutDecoder(model)
     scores = [scores_of(model, prompt) for prompt, _, _ in ASKED]
     plain = [(prompt, num_new, None) for prompt, num_new, _ in ASKED if num_new]
-    texts = iter(Written(decoder, num_pages=20, chunk_size=3).write(plain))
+    texts = iter(Written(decoder, num_pages=PAGES, chunk_size=3).write(plain))
     wanted = [next(texts)[0] if num_new else [] for _, num_new, _ in ASKED]
-    roomy = Written(decoder, num_pages=20, chunk_size=3)
+    roomy = Written(decoder, num_pages=PAGES, chunk_size=3)
     narrow = Written(decoder, num_pages=9, chunk_size=3)
     for written in (roomy, roomy, narrow):
         found = written.write(ASKED, preempts=written is narrow)
