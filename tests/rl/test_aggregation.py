@@ -62,6 +62,17 @@ def test_trap_5_tokens_outside_the_mask_reach_nothing(aggregate, value):
 
 
 @each
+def test_a_row_of_padding_counts_as_no_sequence(aggregate):
+    """Fails if rows are counted: padding of a microbatch would dilute its loss."""
+    x, mask = jnp.asarray(NEW), jnp.asarray(MASK)
+    expected = aggregate(x, mask)
+    padded = jnp.pad(x, ((0, 2), (0, 0))), jnp.pad(mask, ((0, 2), (0, 0)))
+    found = aggregate(*padded)
+    assert found.weight == expected.weight
+    np.testing.assert_allclose(found.loss_sum, expected.loss_sum, rtol=1e-6)
+
+
+@each
 def test_no_tokens_weigh_nothing(aggregate):
     def loss(x):
         return aggregate(x, jnp.zeros(x.shape, bool)).mean
