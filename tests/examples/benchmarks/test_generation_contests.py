@@ -31,7 +31,7 @@ def metrics_of(name, contestant):
                 yield case.peer_metric or case.metric
 
 
-def test_a_start_from_nothing_counts_all_passes(monkeypatch, capfd):
+def test_a_start_from_nothing_counts_all_passes(monkeypatch, capfd, compiled_ahead):
     """Fails if a pass is not counted, or the shape is not new."""
     module = load("compile_ours")
     # Programs of other tests would be found.
@@ -39,7 +39,8 @@ def test_a_start_from_nothing_counts_all_passes(monkeypatch, capfd):
     monkeypatch.setattr(module, "MAX_ROWS", 4)
     monkeypatch.setattr(module, "ALL_ROWS", (1, 4))
     monkeypatch.setattr(module, "SECOND", (2, 70))
-    found = printed(module, monkeypatch, capfd, "--quick")
+    with compiled_ahead():
+        found = printed(module, monkeypatch, capfd, "--quick")
     jax.config.update("jax_enable_compilation_cache", True)
     assert {*metrics_of("generation", "zjax 48 layers")} <= {*found}
     # Passes of one and four rows, of a token and of several, and of chunks; a row is
