@@ -83,24 +83,49 @@ def start(settings, number):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The text of each program of a pass."""
-    texts = []
+    """The text of each program of a pass, by what is static and the shapes."""
+    texts = {}
 
     def watch(name):
-        real, known = getattr(programs, name)(), set()
+        make = getattr(programs, name)
 
-        def watched(*args):
-            key = jax.tree.map(np.shape, args[1:])
-            if (key := str(key)) not in known:
-                known.add(key)
-                texts.append(real.lower(*args).compile().as_text())
-            return real(*args)
+        def watched(placed):
+            program = make(placed)
 
-        monkeypatch.setattr(programs, name, lambda: watched)
+            def run(*args):
+                key = name, str(jax.tree.map(np.shape, args[1:]))
+                if key not in texts:
+                    texts[key] = program.lower(*args).compile().as_text()
+                return program(*args)
+
+            run.lower = program.lower
+            return run
+
+        monkeypatch.setattr(programs, name, watched)
 
     watch("_run_pass")
     watch("_run_steps")
     return texts
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Programs of passes, with the number of compilations before they were made."""
+    found = {}
+
+    def watch(name):
+        make = getattr(programs, name)
+
+        def watched(placed):
+            program = make(placed)
+            found.setdefault(id(program), (program, program._cache_size()))
+            return program
+
+        monkeypatch.setattr(programs, name, watched)
+
+    watch("_run_pass")
+    watch("_run_steps")
+    return found
 
 
 def test_a_shard_holds_and_computes_its_rows_alone(compiled):
@@ -114,7 +139,7 @@ def test_a_shard_holds_and_computes_its_rows_alone(compiled):
     written.write()
     # Prompts are scored by a program of their own.
     assert len(compiled) == 4
-    for text in compiled:
+    for text in compiled.values():
         assert not re.findall(COLLECTIVE, text)
         assert "f32[9,4,4,4]" in text and "f32[36,4,4,4]" not in text
         assert f"f32[{ROWS},1,16]" in text or f"f32[{ROWS + 8},1,16]" in text
@@ -135,12 +160,12 @@ def pages_of(written):
     ],
     ids=["data", "replicas", "tensor", "experts"],
 )
-def test_texts_are_those_of_one_device(settings, number, monkeypatch):
+def test_texts_are_those_of_one_device(settings, number, monkeypatch, made):
     """Fails if shards mix up rows, pages or draws, also with drafts and preemption."""
     monkeypatch.setattr(drafts, "MIN_GAIN", 0.0)
     alone = " ".join(x for x in settings.split() if "mesh" not in x)
     wanted = Written(start(alone + " mesh.data=1", 1), num_pages=40).write()
-    before = num_programs()
+    made.clear()
     written = Written(start(settings, number), num_pages=8)
     found = written.write()
     assert [text for text, _ in found] == [text for text, _ in wanted]
@@ -149,14 +174,10 @@ def test_texts_are_those_of_one_device(settings, number, monkeypatch):
     for pair in zip(found, wanted, strict=True):
         np.testing.assert_allclose(*(x for _, x in pair), atol=2e-3)
     # Prompts are scored by a program of their own.
-    assert num_programs() - before <= 1 + len(SIZES)
+    numbers = [program._cache_size() - before for program, before in made.values()]
+    assert 0 < sum(numbers) <= 1 + len(SIZES)
     metrics = written.scheduler.metrics
     assert metrics.num_preemptions > 0
     assert metrics.num_accepted_drafts > 0
     hits = [slots.num_hit_tokens for slots in written.scheduler.shards]
     assert sum(hits) == metrics.num_hit_tokens > max(hits)
-
-
-def num_programs():
-    """Programs of passes that have been compiled."""
-    return sum(x._cache_size() for x in (programs._run_pass(), programs._run_steps()))
