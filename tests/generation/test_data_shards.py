@@ -66,6 +66,19 @@ def test_samples_of_one_prompt_spread_over_idle_shards():
     assert all(x.generated == expect(x)[0] for x in samples)
 
 
+def test_a_known_prefix_does_not_leave_shards_idle():
+    """Fails if a plan counts a sequence twice that it has just given a slot."""
+    rng, loop = random.Random(6), Loop(num_shards=2, num_pages=400)
+    first = loop.add(make_prompt(rng, 20), 1)
+    loop.run()
+    for _ in range(8):
+        loop.add([*first.prompt, *make_prompt(rng, 2)], 40)
+    loop.step()
+    loop.step()
+    assert [len(slots.running) for slots in loop.shards] == [4, 4]
+    loop.run()
+
+
 def test_a_plan_looks_at_no_more_sequences_than_there_are_rows(monkeypatch):
     """Fails if each pass goes through a long queue of followers."""
     asked = []

@@ -78,6 +78,21 @@ def test_many_clients_get_the_texts_that_they_asked_for(server):
     programs.wait_until(server.is_idle, server.program)
 
 
+def test_scores_of_a_prompt_reach_all_texts_of_a_stream(server):
+    """Fails if the scores of several texts, which come at once, seem unread."""
+    asked = {"prompt": "x" * 100, "echo": True, "logprobs": 2, "n": 4, "max_tokens": 2}
+    events = server.events(ignore_eos=True, temperature=1, **asked)
+    ends = [event["choices"][0]["finish_reason"] for event in events]
+    assert ends.count("length") == 4
+    numbers = [0] * 4
+    for event in events:
+        (choice,) = event["choices"]
+        numbers[choice["index"]] += len(
+            (choice["logprobs"] or {"tokens": []})["tokens"]
+        )
+    assert numbers == [102] * 4
+
+
 def test_texts_of_clients_that_left_are_not_written(server):
     """Fails if a row runs on for a client that streams, waits or queues no more."""
     programs.wait_until(server.is_idle, server.program)

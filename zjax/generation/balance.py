@@ -7,20 +7,18 @@ from zjax.generation.slots import Slots
 
 
 def rank_shards(
-    sequence: Sequence, shards: List[Slots], num_rows: List[int], num_waiting: int
+    sequence: Sequence, shards: List[Slots], num_rows: List[int], share: int
 ) -> list[int]:
     """Returns the numbers of the shards with room for a row, the cheapest first.
 
-    A shard reads the tokens of a prompt that its cache lacks. A row beyond a shard's
-    share of all rows costs as many tokens as the sequence is to write: samples of a
+    A shard reads the tokens of a prompt that its cache lacks. A row beyond the share of
+    a shard costs as many tokens as the sequence is to write: samples of a
     prompt stay together while other prompts keep other shards busy, and spread where
     these would be idle. Of equal costs, the shard with the fewest rows is first.
 
-    `num_rows` are the rows that each shard has, or is about to have, and `num_waiting`
-    is the number of all sequences without a slot.
+    `num_rows` are the rows that each shard has, or is about to have, and `share` is the
+    number of all sequences, running or waiting, over the number of shards.
     """
-    num_running = sum(len(slots.running) for slots in shards)
-    share = -(-(num_running + num_waiting) // len(shards))
 
     def cost(shard: int) -> tuple[int, int]:
         num_missing = len(sequence.tokens) - shards[shard].count_found(sequence)

@@ -162,8 +162,10 @@ class UnitPasses:
         self._decoder, self._programs = decoder, decoder.programs
         self._units, self._number = decoder.programs.units, 0
         self._history = History(num_slots, max_length, shard_axes())
-        reader = decoder.programs.reader
-        self._caches = [*reader.empty_caches(decoder.shapes, num_pages, page_size)]
+        make = decoder.programs.reader.empty_caches
+        make = functools.partial(make, decoder.shapes, num_pages, page_size)
+        # By a program: each device would make whole arrays before they are split.
+        self._caches = [*jax.jit(make)()]
 
     def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
         """Stores the tokens of a row that begins in a slot of each shard."""

@@ -166,7 +166,7 @@ def lay_tasks(
     counts[places] = [task.num_tokens for task in tasks]
     ends[places] = [task.num_new > 0 for task in tasks]
     num_best[places] = [task.num_best for task in tasks]
-    for place, task in zip(places, tasks, strict=True):
+    for place, task in zip(places, tasks, strict=True) if num_drafts else ():
         drafts[place, : len(task.drafts)] = task.drafts
     scores = any(task.num_best >= 0 for task in tasks)
     return Pieces(slots, starts, counts, ends, drafts, num_best if scores else None)

@@ -269,12 +269,13 @@ class Scheduler:
         The steps of a lane behind the last token of the sequence are of no use. Streams
         want each token as soon as it is there.
         """
+        if any(sequence.is_streamed for each in lanes for sequence in each):
+            return False
         num_used = num_lanes = 0
         for slots, sequences in zip(self.shards, lanes, strict=True):
             counts = [min(num_steps, sequence.num_left) for sequence in sequences]
             num_missing = sum(map(slots.num_missing, sequences, counts))
-            is_streamed = any(sequence.is_streamed for sequence in sequences)
-            if is_streamed or num_missing > slots.pool.num_available:
+            if num_missing > slots.pool.num_available:
                 return False
             num_used, num_lanes = num_used + sum(counts), num_lanes + len(counts)
         return num_used >= _USEFUL * num_steps * num_lanes
@@ -314,11 +315,12 @@ class Scheduler:
                 found += self._take_chunks(sequence, most - len(found))
         admitted: list[list[Sequence]] = [[] for _ in self.shards]
         num_rows, passed = [len(slots.running) for slots in self.shards], []
+        share = -(-(sum(num_rows) + len(self.waiting)) // len(self.shards))
         for sequence in self.waiting:
             if min(num_rows) >= self.max_rows:  # with rows that await pages
                 break
             num_free = [most - len(found) for found in chunks]
-            shard, is_admitted = self._find_shard(sequence, num_free, num_rows)
+            shard, is_admitted = self._find_shard(sequence, num_free, num_rows, share)
             if shard is None:
                 break
             num_rows[shard] += 1
@@ -332,7 +334,7 @@ class Scheduler:
         return chunks, admitted
 
     def _find_shard(
-        self, sequence: Sequence, num_free: list[int], num_rows: list[int]
+        self, sequence: Sequence, num_free: list[int], num_rows: list[int], share: int
     ) -> tuple[int | None, bool]:
         """Returns the shard of a waiting sequence, and whether it has a slot there now.
 
@@ -351,7 +353,7 @@ class Scheduler:
         ]
         if not any(is_open) or sequence.num_pending:
             return None, False
-        ranked = rank_shards(sequence, self.shards, num_rows, len(self.waiting))
+        ranked = rank_shards(sequence, self.shards, num_rows, share)
         if sequence not in self._promises:
             promise = self.shards[ranked[0]].find_promise(sequence)
             self._promises[sequence] = ranked[0], promise

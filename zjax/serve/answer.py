@@ -65,7 +65,9 @@ class Answer:
 
     async def _stream(self, exchange: Exchange) -> None:
         """Sends news as they come; ends the request if too much is not read."""
-        outbox = Outbox(self._service.settings.max_unread_bytes)
+        # News of a prompt go to all of its texts at once.
+        most = self._service.settings.max_unread_bytes * len(self._choices)
+        outbox = Outbox(most)
         filling = asyncio.ensure_future(self._fill(outbox))
         try:
             await exchange.begin(200, EVENTS, _STREAM_HEADERS)

@@ -26,7 +26,8 @@ class Settings:
         max_request_rows: Most texts of a request: prompts times samples.
         max_requests: Most requests at once.
         request_seconds: Longest time of a request in seconds, above 0.
-        max_unread_bytes: Most bytes of a stream that wait for a slow client.
+        max_unread_bytes: Most bytes of each text of a stream that wait for a slow
+            client.
         drain_seconds: Time in seconds that requests have to finish after SIGTERM.
 
     Raises:

@@ -60,8 +60,11 @@ def paged_attention(
         sinks: [H] scores of a key without value, one per head, or None.
         value_size: Channels of the values that are read, the first; 0 is all. With it,
             `values` may be `keys`, as in latent attention.
-        early: Whether the kernel is launched while the operations before still run, and
-            waits for their results on the GPU (dependent launch, JAX 0.11.2 or newer).
+        early: Whether the kernel is launched while the operation before still runs, and
+            waits for the result on the GPU (dependent launch, JAX 0.11.2 or newer). For
+            chunks of one token, pages, starts, counts and keys before the tokens are
+            read at once: only `q` and keys of the tokens may be results of this
+            operation.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, D and Dv both 64,
             128 or 256, pages of 16, 32, ... 256 tokens), `reference` (anywhere, any
             sharding of heads), or `auto`: `mosaic_gpu` where possible, logged once,

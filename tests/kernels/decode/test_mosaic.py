@@ -182,8 +182,27 @@ def test_splits_share_all_keys(monkeypatch, splits, window):
         first_key = max(0, starts[chunk] + first - window + 1) if window else 0
         seen = range(first_key, starts[chunk] + last + 1) if last >= first else []
         assert found == sorted({key // work.STEP for key in seen})
-        num_old = starts[chunk] // work.STEP
-        assert settled == [step for step in found if step < num_old]
+        assert settled == []
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_keys_before_a_token_are_settled(monkeypatch, window):
+    """Fails if a program copies the key of the token itself too early, or none."""
+    q, pool = np.zeros((1, 1, 2, 64)), np.zeros((1, 2, 64, 64))
+    cache = Cache(pool, pool, np.zeros((1, 16), np.int32), *np.int32([[700], [1]]))
+    sizes = work.Sizes.of(q, cache, Tuning(2, 1, 1))
+    monkeypatch.setattr(work, "NUM_SMS", sizes.items * 4)
+    places = [
+        work.find_split(
+            sizes, window, *map(jnp.array, cache[3:]), jnp.int32(0), jnp.int32(split)
+        )
+        for split in range(4)
+    ]
+    settled = [
+        int(x.first) + step for x in places for step in range(int(x.num_settled))
+    ]
+    first_key = 700 - window + 1 if window else 0
+    assert settled == [*range(first_key // work.STEP, 700 // work.STEP)]
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

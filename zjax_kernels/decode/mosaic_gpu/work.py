@@ -128,7 +128,8 @@ class Split(NamedTuple):
             the row; 0 if no token of the tile counts.
         first: First step.
         num_steps: Number of steps, 0 or less for none.
-        num_settled: Number of first steps whose keys are older than the chunk.
+        num_settled: Number of first steps whose keys older calls have written; 0 for
+            chunks of several tokens, whose row may have written other chunks just now.
     """
 
     item: jax.Array
@@ -169,7 +170,8 @@ def find_split(
     per_split, _ = _divide(steps + index(sizes.splits - 1), sizes.splits)
     before = split * per_split
     num_steps = jnp.minimum(steps - before, per_split)
-    num_old = _divide(start, STEP)[0] - (first + before)
+    is_token = sizes.tokens == 1
+    num_old = _divide(start, STEP)[0] - (first + before) if is_token else index(0)
     return Split(
         item,
         chunk,

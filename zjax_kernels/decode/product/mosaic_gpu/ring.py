@@ -44,9 +44,10 @@ class Ring:
         if not early:
             self._start(self.copy)
             return
-        warpgroups.start_next()
         self._start(self.copy_weights)
         warpgroups.wait_for_last()
+        # Behind the wait: what the next kernels read early is then surely written.
+        warpgroups.start_next()
         self._start(self.copy_rows)
 
     def _start(self, copy: Callable[[Array, Array], None]) -> None:
