@@ -22,6 +22,7 @@ from zjax.generation.programs import CutDecoder
 from zjax.generation.sampling import Sampling
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
+from zjax.generation.shards import num_shards
 from zjax.generation.sizes import sizes_of
 from zjax.settings import schema
 
@@ -55,9 +56,9 @@ class Written:
         passes = decoder.passes(num_pages=num_pages, page_size=PAGE, **shapes)
         sizes = [Size(num_rows), Size(num_rows, 2)]
         sizes += [Size(num_rows, width=width)] if width > 1 else []
-        pool = Pool(num_pages, PAGE)
-        self.scheduler = Scheduler([pool], num_rows, most, sizes, chunk_size=8)
-        self.engine = Engine(passes, self.scheduler)
+        pools = [Pool(num_pages, PAGE) for _ in range(num_shards(decoder.axes))]
+        self.scheduler = Scheduler(pools, num_rows, most, sizes, chunk_size=8)
+        self.engine = Engine(passes, self.scheduler, axes=decoder.axes)
         self.num_passes = self.num_drafted = 0
         plan = self.scheduler.plan
 
@@ -133,7 +134,7 @@ def test_log_probabilities_are_those_without_drafts(always):
     found = []
     for width in (1, 4):
         _, news = Written(decoder(), width, num_rows=1).write([(PROMPTS[0], sampling)])
-        fields = zip(*(each[2:] for each in news), strict=True)
+        fields = zip(*(each[2:5] for each in news), strict=True)
         found.append([np.concatenate(field) for field in fields])
         lengths = {len(each.tokens) for each in news}
         assert width == 1 or lengths & {2, 3, 4}
