@@ -17,6 +17,7 @@ from zjax_kernels import device, paged_attention
 from zjax_kernels.decode.latent import mosaic_gpu
 from zjax_kernels.decode.latent.mosaic_gpu import work
 from zjax_kernels.decode.latent.mosaic_gpu.merge import merge_splits
+from zjax_kernels.decode.mosaic_gpu import work as paged
 from zjax_kernels.decode.mosaic_gpu.work import STEP, find_split
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.decode.tuning import Tuning
@@ -63,7 +64,7 @@ def assert_attention(
     q, keys = (jnp.asarray(x, dtype) for x in (q, keys))
     cache, tuning = Cache(keys, keys, *places), Tuning(2, 1, 1)
     items = work.LatentSizes.of(q, cache, tuning).items
-    monkeypatch.setattr(work, "NUM_SMS", items * splits)
+    monkeypatch.setattr(paged, "NUM_SMS", items * splits)
     assert work.LatentSizes.of(q, cache, tuning).splits == splits
     run = functools.partial(
         mosaic_gpu.paged_attention,
@@ -173,7 +174,7 @@ def test_splits_share_all_keys(monkeypatch, splits):
     starts, counts = np.int32([700, 5]), np.int32([8, 3])
     cache = Cache(pool, pool, np.zeros((2, 16), np.int32), starts, counts)
     sizes = work.LatentSizes.of(q, cache, Tuning(2, 1, 1))
-    monkeypatch.setattr(work, "NUM_SMS", sizes.items * splits)
+    monkeypatch.setattr(paged, "NUM_SMS", sizes.items * splits)
     assert sizes.splits == splits
     for item in range(sizes.items):
         args = jnp.array(starts), jnp.array(counts), jnp.int32(item)

@@ -18,12 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from zjax_kernels import warpgroups
 from zjax_kernels.decode.mosaic_gpu.memory import CHUNK, Memory, Rows
 from zjax_kernels.decode.mosaic_gpu.merge import Merged
+from zjax_kernels.decode.mosaic_gpu.tile import Tile
 from zjax_kernels.decode.mosaic_gpu.work import (
     NUMBERS,
     STEP,
     TILE,
     Sizes,
-    Split,
     find_split,
 )
 from zjax_kernels.decode.reference import Cache, Options
@@ -60,7 +60,7 @@ def paged_attention(
         split = index(lax.axis_index(CLUSTER) if sizes.splits > 1 else 0)
         item = lax.axis_index("program")
         place = find_split(sizes, options.window, refs.starts, refs.counts, item, split)
-        program = _Program(sizes, options, place, refs, memory, Arithmetic(interpret))
+        program = _Program(sizes, options, place, memory, Arithmetic(interpret), refs)
         program.start_settled()
         if early:
             warpgroups.wait_for_last()
@@ -84,35 +84,26 @@ def paged_attention(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
-    """One program: a tile of queries and some of the keys of the row.
+class _Program(Tile):
+    """One program, on a tile of queries and some of the keys of the row.
 
     Args:
-        sizes: Static sizes.
-        options: Numbers of the scores.
-        place: Keys that the program reads.
         cache: References to pools and places in global memory.
-        memory: Shared memory.
-        arithmetic: Operations on registers.
     """
 
-    sizes: Sizes
-    options: Options
-    place: Split
-    cache: Cache
     memory: Memory
-    arithmetic: Arithmetic
+    cache: Cache
 
     def start_settled(self) -> None:
         """Starts to copy the first keys and values that older kernels have written."""
         steps = [index(step) for step in range(self.sizes.tuning.stages)]
         # All at once: copies between the reads would wait for one after another.
-        pages = [self.read_pages(step) for step in steps]
+        pages = [self.read_pages(self.cache.pages, step) for step in steps]
         for step, numbers in zip(steps, pages, strict=True):
             self.copy_both(step, numbers, self.place.num_settled)
 
     def start(self, q_ref: Any) -> None:
-        """Starts to copy the queries, and what is left of the first keys and values."""
+        """Starts to copy the queries, and first keys and values not settled before."""
         for number, rows in enumerate(self.memory.q):
             for place, target in self.boxes(rows, number * CHUNK):
                 plgpu.copy_gmem_to_smem(q_ref.at[place], target, self.memory.q_ready)
@@ -120,7 +111,9 @@ class _Program:
 
         # Seldom any: a loop keeps the instructions short that all programs read.
         def copy(step, _):
-            self.copy_both(step, self.read_pages(step), self.place.num_steps)
+            self.copy_both(
+                step, self.read_pages(self.cache.pages, step), self.place.num_steps
+            )
 
         lax.fori_loop(jnp.minimum(self.place.num_settled, stages), stages, copy, None)
 
@@ -139,17 +132,6 @@ class _Program:
             some = rows.tiled.at[pl.ds(nth * sizes.tile_heads, sizes.tile_heads)]
             yield (chunk, token + nth, heads, channels), some
 
-    def read_pages(self, step: Array) -> list[Array]:
-        """Reads the pages of a step from global memory."""
-        sizes = self.sizes
-        first = lax.div((self.place.first + step) * STEP, index(sizes.page_size))
-        # Steps run beyond the end of a row, which may be the end of the table.
-        last = index(sizes.table_size - 1)
-        return [
-            self.cache.pages[self.place.chunk, jnp.minimum(first + nth, last)]
-            for nth in range(sizes.copies)
-        ]
-
     def copy_both(self, step: Array, pages: list[Array], end: Array) -> None:
         """Starts to copy the keys and the values of a step before `end`."""
         for name in ("keys", "values"):
@@ -157,25 +139,9 @@ class _Program:
 
     def copy(self, name: str, step: Array, pages: list[Array], end: Array) -> None:
         """Starts to copy the keys or the values of a step, if it is before `end`."""
-        sizes, stage = self.sizes, self.stage(step)
-        size = STEP // sizes.copies
-        ready = getattr(self.memory, f"{name}_ready").at[stage]
-        within = lax.rem((self.place.first + step) * STEP, index(sizes.page_size))
-        # Mosaic must know that copies begin at multiples of their size.
-        within = pl.multiple_of(within, size) if sizes.page_size > STEP else 0
-
-        @pl.when(step < end)
-        def _():
-            for nth, page in enumerate(pages):
-                pool = getattr(self.cache, name)
-                source = pool.at[page, self.place.head, pl.ds(within, size)]
-                ring = getattr(self.memory, name)
-                target = ring.at[stage, pl.ds(nth * size, size)]
-                plgpu.copy_gmem_to_smem(source, target, ready)
-
-    def stage(self, step: Array) -> Array:
-        """Returns the stage of a step."""
-        return lax.rem(step, index(self.sizes.tuning.stages))
+        pool, ring = getattr(self.cache, name), getattr(self.memory, name)
+        ready = getattr(self.memory, f"{name}_ready")
+        pl.when(step < end)(lambda: self.copy_pages(pool, pages, step, ring, ready))
 
     def attend(self) -> tuple[Array, Array]:
         """Returns outputs over the keys of the program, and log-sum-exps."""
@@ -185,7 +151,7 @@ class _Program:
         def step(nth, carry):
             (out, row_max, row_sum), pages = carry
             stage, following = self.stage(nth), nth + stages
-            after = self.read_pages(following + 1)
+            after = self.read_pages(self.cache.pages, following + 1)
             plgpu.barrier_wait(self.memory.keys_ready.at[stage])
             keys = self.memory.keys.at[stage]
             q = [rows.tiled for rows in self.memory.q]
@@ -211,7 +177,7 @@ class _Program:
             self.arithmetic.full((TILE,), -jnp.inf, ROWS),
             self.arithmetic.full((TILE,), 0.0, ROWS),
         )
-        carry = start, self.read_pages(stages)
+        carry = start, self.read_pages(self.cache.pages, stages)
         state, _ = lax.fori_loop(0, self.place.num_steps, step, carry)
         return logits.normalize(*state)
 
@@ -220,45 +186,24 @@ class _Program:
         """Factor of scores in base 2; a cap has scaled the scores before."""
         return 1.0 if self.options.soft_cap else self.options.scale * logits.LOG2E
 
-    def positions(self) -> Array:
-        """Returns the position of the token of each row, int32[TILE, STEP]."""
-        if self.sizes.tokens == 1:
-            return self.arithmetic.broadcast(self.place.start, (TILE, STEP))
-        return self.tokens(STEP) + self.place.start
-
-    def tokens(self, columns: int) -> Array:
-        """Returns the token of each row within the chunk, int32[TILE, columns]."""
-        rows = self.arithmetic.iota((TILE, columns), 0)
-        token = lax.div(rows, index(self.sizes.tile_heads))
-        return token + self.place.first_token
-
     def mask(self, scores: Array, positions: Array, step: Array) -> Array:
         """Caps scores and hides keys that a row does not see."""
         scale, cap = self.options.scale, self.options.soft_cap
         if cap:
             scores = jnp.tanh(scores * (scale / cap)) * (cap * logits.LOG2E)
-        keys = self.arithmetic.iota(scores.shape, 1)
-        first = (self.place.first + step) * STEP
-        after = positions - keys - self.arithmetic.broadcast(first, scores.shape)
+        after = self.distances(positions, step)
         scores = jnp.where(after >= 0, scores, -jnp.inf)
         if self.options.window:
             scores = jnp.where(after < self.options.window, scores, -jnp.inf)
         return scores
 
     def hide_values(self, step: Array) -> None:
-        """Puts 0 in the place of values behind the end of the row.
-
-        What an old row has left there might be NaN, and NaN if multiplied by 0.
-        """
-        ref = self.memory.values.at[self.stage(step)]
-        left = self.place.end - (self.place.first + step) * STEP
+        """Puts 0 in the place of values behind the end of the row."""
+        ref, left = self.memory.values.at[self.stage(step)], self.num_left(step)
 
         @pl.when(left < STEP)
         def _():
-            values = self.arithmetic.load(ref, plgpu.Layout.WGMMA)
-            keys = self.arithmetic.iota(ref.shape, 0)
-            beyond = keys >= self.arithmetic.broadcast(left, ref.shape)
-            ref[...] = jnp.where(beyond, jnp.zeros_like(values), values)
+            self.hide_beyond(ref, left)
             plgpu.commit_smem()  # tensor cores must see the writes of registers
 
     def exchange(self, out: Array, lse: Array, shared_ref: Any = None) -> Merged:
@@ -321,12 +266,8 @@ class _Program:
 
     def finish(self, merged: Merged, sinks_ref: Any) -> Array:
         """Returns the outputs over all keys; tokens that do not count get 0."""
-        out = merged.finish(None if sinks_ref is None else self.sinks(sinks_ref))
-        if self.sizes.tokens == 1:
-            return out
-        # A token that does not count has seen the keys of the last one that does.
-        counts = self.arithmetic.broadcast(self.place.num_tokens, out.shape)
-        return jnp.where(self.tokens(out.shape[1]) < counts, out, 0.0)
+        sinks = None if sinks_ref is None else self.sinks(sinks_ref)
+        return self.keep_counted(merged.finish(sinks))
 
     def sinks(self, ref: Any) -> Array:
         """Returns the sink of the query head of each row, float32[TILE]."""

@@ -99,12 +99,17 @@ class Sizes:
         return self.chunks * self.num_heads * tiles
 
     @property
-    def splits(self) -> int:
-        """Number of programs that share the keys of a tile: a cluster."""
+    def most_splits(self) -> int:
+        """Number of programs that may share the keys of a tile, 1 or more."""
         steps = -(-self.table_size * self.page_size // STEP)
         programs = self.tuning.programs_per_sm * NUM_SMS
-        most = min(-(-steps // self.tuning.min_steps), programs // self.items)
-        return max(number for number in SPLITS if number <= max(1, most))
+        useful = -(-steps // self.tuning.min_steps)
+        return max(1, min(useful, programs // self.items))
+
+    @property
+    def splits(self) -> int:
+        """Number of programs that share the keys of a tile: a cluster."""
+        return max(number for number in SPLITS if number <= self.most_splits)
 
     @property
     def copies(self) -> int:

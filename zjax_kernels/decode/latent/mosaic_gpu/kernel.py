@@ -19,7 +19,8 @@ from zjax_kernels import warpgroups
 from zjax_kernels.decode.latent.mosaic_gpu.memory import Memory
 from zjax_kernels.decode.latent.mosaic_gpu.merge import by_head, merge_splits
 from zjax_kernels.decode.latent.mosaic_gpu.work import H200, LatentSizes
-from zjax_kernels.decode.mosaic_gpu.work import STEP, TILE, Sizes, Split, find_split
+from zjax_kernels.decode.mosaic_gpu.tile import Tile
+from zjax_kernels.decode.mosaic_gpu.work import STEP, TILE, find_split
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.decode.tuning import Tuning
 from zjax_kernels.sparse.mosaic_gpu import arithmetic as logits
@@ -90,22 +91,10 @@ def paged_attention(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
-    """One program: a tile of queries and some of the keys of the row.
+class _Program(Tile):
+    """One program, on a tile of queries and some of the keys of the row."""
 
-    Args:
-        sizes: Static sizes.
-        options: Numbers of the scores.
-        place: Keys that the program reads.
-        memory: Shared memory.
-        arithmetic: Operations on registers.
-    """
-
-    sizes: Sizes
-    options: Options
-    place: Split
     memory: Memory
-    arithmetic: Arithmetic
 
     def copy(self, q_ref: Any, latents: Any, pages: Any) -> None:
         """Copies queries and latents, in the warpgroup that does not compute."""
@@ -127,37 +116,13 @@ class _Program:
             def _():
                 plgpu.barrier_wait(self.memory.keys_free.at[self.stage(step)])
 
-            self.copy_step(latents, numbers, step)
+            memory = self.memory
+            self.copy_pages(latents, numbers, step, memory.ring, memory.keys_ready)
 
         # A kernel must observe every arrival.
         @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
         def _(step):
             plgpu.barrier_wait(self.memory.keys_free.at[self.stage(step)])
-
-    def read_pages(self, pages: Any, step: Array) -> list[Array]:
-        """Reads the pages of a step from global memory."""
-        first_key = (self.place.first + step) * STEP
-        first = lax.div(first_key, index(self.sizes.page_size))
-        # The last step may run beyond the end of the table.
-        last = index(self.sizes.table_size - 1)
-        return [
-            pages[self.place.chunk, jnp.minimum(first + nth, last)]
-            for nth in range(self.sizes.copies)
-        ]
-
-    def copy_step(self, latents: Any, pages: list[Array], step: Array) -> None:
-        """Starts to copy the latents of a step, of some pages or a part of one."""
-        sizes, stage = self.sizes, self.stage(step)
-        size, first_key = STEP // sizes.copies, (self.place.first + step) * STEP
-        within = lax.rem(first_key, index(sizes.page_size))
-        # Mosaic must know that copies begin at multiples of their size.
-        within = pl.multiple_of(within, size) if sizes.page_size > STEP else 0
-        for nth, page in enumerate(pages):
-            plgpu.copy_gmem_to_smem(
-                latents.at[page, self.place.head, pl.ds(within, size)],
-                self.memory.ring.at[stage, pl.ds(nth * size, size)],
-                self.memory.keys_ready.at[stage],
-            )
 
     def tokens_of_tile(self) -> list[tuple[int, Any]]:
         """Returns the number of each token of the tile, and the rows of the token."""
@@ -170,10 +135,6 @@ class _Program:
         # Mosaic must know that copies begin at multiples of the rows of a tile.
         first = pl.multiple_of(self.place.first_head, 8)
         return pl.ds(first, self.sizes.tile_heads)
-
-    def stage(self, step: Array) -> Array:
-        """Returns the stage of a step."""
-        return lax.rem(step, index(self.sizes.tuning.stages))
 
     def compute(self, outputs: Any, item: Array) -> None:
         """Computes half of the channels of the outputs, in either warpgroup."""
@@ -273,40 +234,18 @@ class _Program:
         shape = TILE, self.options.value_size // NUM_COMPUTE
         return self.arithmetic.full(shape, 0.0, plgpu.Layout.WGMMA)
 
-    def positions(self) -> Array:
-        """Returns the position of the token of each row, int32[TILE, STEP]."""
-        if self.sizes.tokens == 1:
-            return self.arithmetic.broadcast(self.place.start, (TILE, STEP))
-        return self.tokens(STEP) + self.place.start
-
-    def tokens(self, columns: int) -> Array:
-        """Returns the token of each row within the chunk, int32[TILE, columns]."""
-        rows = self.arithmetic.iota((TILE, columns), 0)
-        token = lax.div(rows, index(self.sizes.tile_heads))
-        return token + self.place.first_token
-
     def mask(self, scores: Array, positions: Array, step: Array) -> Array:
         """Hides keys that a row does not see."""
-        keys = self.arithmetic.iota(scores.shape, 1)
-        first = (self.place.first + step) * STEP
-        after = positions - keys - self.arithmetic.broadcast(first, scores.shape)
-        return jnp.where(after >= 0, scores, -jnp.inf)
+        return jnp.where(self.distances(positions, step) >= 0, scores, -jnp.inf)
 
     def hide_values(self, values: Any, step: Array) -> None:
-        """Puts 0 in the place of values behind the end of the row.
-
-        What an old row has left there might be NaN, and NaN if multiplied by 0.
-        """
-        left = self.place.end - (self.place.first + step) * STEP
+        """Puts 0 in the place of values behind the end of the row."""
+        left = self.num_left(step)
 
         @pl.when(left < STEP)
         def _():
             for first in range(0, values.shape[1], _CHUNK):
-                ref = values.at[:, pl.ds(first, _CHUNK)]
-                some = self.arithmetic.load(ref, plgpu.Layout.WGMMA)
-                keys = self.arithmetic.iota(ref.shape, 0)
-                beyond = keys >= self.arithmetic.broadcast(left, ref.shape)
-                ref[...] = jnp.where(beyond, jnp.zeros_like(some), some)
+                self.hide_beyond(values.at[:, pl.ds(first, _CHUNK)], left)
             plgpu.commit_smem()  # tensor cores must see the writes of registers
 
     def store(self, out: Array, out_ref: Any, half: int) -> None:
@@ -314,10 +253,8 @@ class _Program:
 
         Tokens that do not count get 0, in the merge if there is one.
         """
-        if self.sizes.tokens > 1 and self.sizes.splits == 1:
-            # Such a token has seen keys, even some behind the end of the row.
-            counts = self.arithmetic.broadcast(self.place.num_tokens, out.shape)
-            out = jnp.where(self.tokens(out.shape[1]) < counts, out, 0.0)
+        if self.sizes.splits == 1:
+            out = self.keep_counted(out)
         memory, buffer = self.memory, self.memory.out.at[half]
         # Outputs take the place of latents: both warpgroups have read all.
         plgpu.barrier_arrive(memory.all_read)

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from zjax_kernels.decode.mosaic_gpu.work import STEP, Sizes
+from zjax_kernels.decode.mosaic_gpu.work import Sizes
 from zjax_kernels.decode.tuning import Tuning
-from zjax_kernels.device import NUM_SMS
 
 H200 = Tuning(stages=2, programs_per_sm=1, min_steps=4)
 """Tuning of all sizes: two stages of 576 channels, and queries, fill shared memory."""
@@ -17,7 +16,4 @@ class LatentSizes(Sizes):
     @property
     def splits(self) -> int:
         """Number of programs that share the keys of a tile."""
-        steps = -(-self.table_size * self.page_size // STEP)
-        programs = self.tuning.programs_per_sm * NUM_SMS
-        most = min(-(-steps // self.tuning.min_steps), programs // self.items)
-        return max(1, most)
+        return self.most_splits
