@@ -11,8 +11,8 @@ def rank_shards(
 ) -> list[int]:
     """Returns the numbers of the shards with room for a row, the cheapest first.
 
-    A shard reads the tokens of a prompt that its cache lacks. A row beyond the share of
-    a shard costs as many tokens as the sequence is to write: samples of a
+    A shard reads the tokens of a prompt that the pool of the shard lacks. A row beyond
+    the share of a shard costs as many tokens as the sequence is to write: samples of a
     prompt stay together while other prompts keep other shards busy, and spread where
     these would be idle. Of equal costs, the shard with the fewest rows is first.
 

@@ -126,9 +126,10 @@ class Programs:
 
     Args:
         reader: Functions of the decoder.
-        weights: Weights of the decoder, cut by `Reader.cut`, or their shapes with
-            shardings.
-        read: Function that returns the weights in place of shapes.
+        weights: Weights of the decoder, cut by `Reader.cut`; with `read`, shapes and
+            shardings of the weights.
+        read: Function that reads the weights, called by `load`; None if `weights` are
+            arrays.
         num_slots: Rows at once on a shard, 1 or more.
         max_length: Most tokens of a row.
         num_pages: Pages of the cache of a shard with the sink, 2 or more.
@@ -169,7 +170,7 @@ class Programs:
         self._history.set_rows(slots, tokens)
 
     def load(self) -> None:
-        """Reads the weights where there are shapes, and makes the pages."""
+        """Reads the weights and makes the pages, unless the weights are arrays."""
         if self._read_weights is not None:
             self._weights, self._read_weights = self._read_weights(), None
             inputs = self._reader, self._weights, *self._page_shape

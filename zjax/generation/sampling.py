@@ -62,9 +62,9 @@ class Sampling:
         filtered_logprobs: Whether log-probabilities are of the distribution that is
             drawn from, in place of the model's; without temperature and filters where
             the temperature is 0.
-        prompt_logprobs: Number of most likely tokens that are returned with their
-            log-probabilities at each place of the prompt, 0 to 20, beside the token of
-            the prompt; of the model's distribution. None returns none.
+        prompt_logprobs: Number of most likely tokens, 0 to 20, to return at each place
+            of the prompt beside the token there, all with log-probabilities by the
+            model's distribution. None returns no scores of the prompt.
 
     Raises:
         ConfigError: A setting is no number, no ids, or no texts.

@@ -1,9 +1,9 @@
-"""Data shards: devices that read and write rows of their own.
+"""Data shards: groups of devices, each of which reads and writes some of the rows.
 
-The devices along `replica` and `data` are one shard for each index; the devices of a
-shard split experts, heads and matrices over the other axes. Arrays of rows and pages
-have the shards one after another in the first dim. A program of a pass is mapped over
-the shards by hand, so that no collective crosses shards, and kernels see local arrays.
+Each pair of an index along `replica` and one along `data` is a shard; the devices of a
+shard split experts, heads and matrices. Arrays of rows and pages have the shards one
+after another in the first dim. A program of a pass is mapped over the shards by hand,
+so that no collective crosses shards, and kernels see local arrays.
 """
 
 import math
@@ -41,7 +41,7 @@ def num_shards(axes: tuple[str, ...]) -> int:
 def by_shard(
     run: Callable[..., Any], axes: tuple[str, ...], ins: Any, outs: Any
 ) -> Callable[..., Any]:
-    """Maps a function over data shards; the compiler partitions over the other axes.
+    """Maps a function over data shards; the compiler partitions within each shard.
 
     `ins` and `outs` have the dim of rows of each argument and result, or None for what
     all shards have alike. Without axes, the function is returned.

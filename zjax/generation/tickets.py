@@ -35,7 +35,8 @@ class Delta(NamedTuple):
     """`stop`, `length` or `abort` with the last delta of a text; None before."""
     prompt: Logprobs | None = None
     """Log-probabilities of the next tokens of the prompt, from the second token on, as
-    `Sampling.prompt_logprobs` asks; with sample 0, before the text of this sample."""
+    `Sampling.prompt_logprobs` asks. They come with sample 0, before the text of the
+    sample."""
 
 
 class Ticket:

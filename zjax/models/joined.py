@@ -145,7 +145,7 @@ def layer_joiner(
     streamed: Block | BlockGroup,
     weight_dtype: WeightDtype = "compute",
 ) -> Callable[[Params], Params]:
-    """Returns the function from parameters of a block to those of the streamed one."""
+    """Returns the function from parameters of a block to parameters as streamed."""
     pairs = zip(layers_of(blocks), layers_of(streamed), strict=True)
     lays = [_layer_joiner(*layers, weight_dtype) for layers in pairs]
     if isinstance(blocks, Block):
@@ -162,7 +162,7 @@ def layer_joiner(
 def _layer_joiner(
     layer: Block, streamed: Block, weight_dtype: WeightDtype
 ) -> Callable[[Params], Params]:
-    """Returns the function from parameters of a layer to those of the streamed one."""
+    """Returns the function from parameters of a layer to parameters as streamed."""
     groups, mlp, attention = [*_groups_of(streamed)], streamed.mlp, layer.attention
     has_laid = isinstance(mlp, MixtureOfExperts) and mlp.router.laid is not None
     has_latents = isinstance(attention, LatentAttention)

@@ -20,7 +20,7 @@ def bradley_terry_loss(
 
     Args:
         chosen: Reward r_c of the preferred completion of each pair.
-        rejected: Reward r_j of the other completion of the pair.
+        rejected: Reward r_j of the rejected completion of each pair.
         mask: Pairs that count; others give 0, and get no gradient, whatever the values.
         margins: Gap m that each pair is to have; not differentiated. None is 0.
         centering: Weight of the square that keeps the mean reward near 0, 0 or more.

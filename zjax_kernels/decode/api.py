@@ -62,9 +62,9 @@ def paged_attention(
             `values` may be `keys`, as in latent attention.
         early: Whether the kernel is launched while the operation before still runs, and
             waits for the result on the GPU (dependent launch, JAX 0.11.2 or newer). For
-            chunks of one token, pages, starts, counts and keys before the tokens are
-            read at once: only `q` and keys of the tokens may be results of this
-            operation.
+            chunks of one token, pages, starts, counts and keys at positions before
+            `starts` are read without this wait: the operation before may have written
+            only `q`, and keys and values at `starts`.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, D and Dv both 64,
             128 or 256, pages of 16, 32, ... 256 tokens), `reference` (anywhere, any
             sharding of heads), or `auto`: `mosaic_gpu` where possible, logged once,

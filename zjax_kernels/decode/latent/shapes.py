@@ -7,7 +7,7 @@ from zjax_kernels.decode.reference import Cache, Options
 QUERY_HEADS = (8, 16, 32, 64, 128)
 """Query heads per head of latents of the kernel."""
 _CHUNK = 64
-"""Channels of a swizzled row: latents are some of these."""
+"""Channels of a swizzled row; the channels of latents are a multiple."""
 _MOST = 576
 """Channels of the largest latents: queries and two stages fit in shared memory."""
 _MOST_VALUES = 512

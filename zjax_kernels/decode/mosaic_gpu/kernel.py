@@ -103,7 +103,7 @@ class _Program(Tile):
             self.copy_both(step, numbers, self.place.num_settled)
 
     def start(self, q_ref: Any) -> None:
-        """Starts to copy the queries, and first keys and values not settled before."""
+        """Starts to copy the queries, and the first steps that are not settled."""
         for number, rows in enumerate(self.memory.q):
             for place, target in self.boxes(rows, number * CHUNK):
                 plgpu.copy_gmem_to_smem(q_ref.at[place], target, self.memory.q_ready)
@@ -207,10 +207,10 @@ class _Program(Tile):
             plgpu.commit_smem()  # tensor cores must see the writes of registers
 
     def exchange(self, out: Array, lse: Array, shared_ref: Any = None) -> Merged:
-        """Returns attention of the tile over all keys, for channels of this program.
+        """Merges what the programs of the cluster found, through global memory.
 
-        Programs of a cluster read what the others found from global memory. Channels
-        are float32[TILE, D / splits]; rows of a tile without queries hold anything.
+        Returns attention over all keys for the channels that this program stores,
+        float32[TILE, D / splits]; rows of the tile without queries hold anything.
         """
         splits, memory = self.sizes.splits, self.memory
         if splits == 1:

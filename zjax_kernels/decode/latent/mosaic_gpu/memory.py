@@ -47,7 +47,7 @@ class Memory(NamedTuple):
     def allocate(cls, sizes: Sizes, q: Any, out_shape: Any, interpret: Any) -> "Memory":
         """Returns types of shared memory and barriers, to be named by `of`.
 
-        `out_shape` has the dtype of the outputs, and their channels last.
+        `out_shape` has the dtype of the outputs; the last dim has the channels.
         """
         stages, size = sizes.tuning.stages, q.shape[-1]
         ring = _tiled((stages, STEP, size), q.dtype)
