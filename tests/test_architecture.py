@@ -10,7 +10,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
     ("errors", "files", "typing", "jaxprs"),
-    ("settings", "rl"),
+    ("settings",),
     ("schedule", "deepspeed", "sharding", "processes"),
     ("config", "ops", "storage", "optim"),
     ("data", "moe", "parallel", "stack"),
@@ -19,6 +19,7 @@ FLOORS = (
     ("checkpoint", "offload", "observe", "estimate"),
     ("generation",),
     ("run", "huggingface", "serve"),
+    ("rl",),
     ("cli", "__main__"),
 )
 WITHIN = (
@@ -47,6 +48,25 @@ MEMORY_MODULES = {
 `zjax.cli.measuring` are named so, too."""
 SETTINGS = {"settings", "config", "schedule", "deepspeed"}
 """Parts that read the words of settings."""
+PURE = {
+    "advantages",
+    "aggregation",
+    "corrections",
+    "distillation",
+    "divergences",
+    "kto",
+    "logprobs",
+    "losses",
+    "masks",
+    "preferences",
+    "ranges",
+    "ratios",
+    "reference_free",
+    "returns",
+    "reward_model",
+    "value_loss",
+}
+"""Modules of `zjax.rl` that are functions of arrays, without a model or a run."""
 FLAX = {"models", "linen", "nnx"}
 MODULES = sorted((ROOT / "zjax").rglob("*.py"))
 KERNELS = sorted((ROOT / "zjax_kernels").rglob("*.py"))
@@ -140,6 +160,19 @@ def test_no_module_reaches_for_everything():
         known[name_of(path)] |= {module_of(x) for x in imported(node)} & NAMES
     wide = {name: len(others) for name, others in known.items() if len(others) > 30}
     assert wide == {}
+
+
+def test_losses_of_rl_stay_pure():
+    """Fails if a pure function of the algebra reaches for a model or a run."""
+    wrong = []
+    for path, node in each_node(ast.Import, ast.ImportFrom):
+        if name_of(path).removeprefix("zjax.rl.") not in PURE:
+            continue
+        parts = {part_of(name) for name in imported(node) if name.startswith("zjax.")}
+        high = {part for part in parts - {"rl"} if FLOOR[part] > FLOOR["ops"]}
+        wrong += [f"{place(path, node)} imports {part}" for part in high]
+    assert PURE <= {name.removeprefix("zjax.rl.") for name in NAMES}
+    assert wrong == []
 
 
 def test_imports_are_absolute():

@@ -1,4 +1,4 @@
-"""Losses of reinforcement learning: small pure functions that compose."""
+"""Reinforcement learning: losses that compose, and the loop that learns by them."""
 
 from zjax.rl.advantages import (
     decoupled_advantages,
