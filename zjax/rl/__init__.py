@@ -45,11 +45,18 @@ from zjax.rl.ratios import sequence_ratios, token_ratios
 from zjax.rl.reference_free import odds_ratio_loss, orpo_loss, simpo_loss
 from zjax.rl.returns import discounted_returns, gae, token_rewards, whiten
 from zjax.rl.reward_model import bradley_terry_loss, ranking_loss
+from zjax.rl.rollouts import (
+    Rollout,
+    read_rollouts,
+    sampling_problems,
+    write_rollouts,
+)
 from zjax.rl.value_loss import value_loss
 
 __all__ = [
     "LossSum",
     "Pairs",
+    "Rollout",
     "SequenceLogprobs",
     "apo_zero_loss",
     "bradley_terry_loss",
@@ -80,10 +87,12 @@ __all__ = [
     "on_policy_sequences",
     "orpo_loss",
     "ranking_loss",
+    "read_rollouts",
     "reinforce_loss",
     "reverse_kl",
     "rloo_advantages",
     "robust_dpo_loss",
+    "sampling_problems",
     "sapo_loss",
     "sequence_logprobs",
     "sequence_mean",
@@ -99,4 +108,5 @@ __all__ = [
     "uniform_groups",
     "value_loss",
     "whiten",
+    "write_rollouts",
 ]
