@@ -212,8 +212,8 @@ def read_rollouts(
         The rollouts in the order of the file.
 
     Raises:
-        DataError: The file is missing, a line is cut off or does not match the checksum,
-            a rollout occurs twice, or a field is missing or of another type.
+        DataError: The file is missing, a line is cut off or not of the checksum, a
+            rollout occurs twice, or a field is missing or of another type.
     """
     path = pathlib.Path(path)
     if fault := find_fault(path):
