@@ -30,6 +30,7 @@ def home(tmp_path, monkeypatch):
 def test_no_setting_that_is_a_path_is_left_out():
     """Fails where a new setting has the name of one."""
     words = ("path", "directory", "_file", "folder", "init_from", "teacher", "index")
+    words += (".prompts", "evaluation_prompts")
     of_metrics = (f"curriculum.metrics.{x}" for x in names(schema.CurriculumMetric))
     found = {x for x in (*setting_paths(), *of_metrics) if x.endswith(words)}
     assert found | {"zero.offload.nvme_paths"} == {*SETTINGS}

@@ -212,9 +212,17 @@ SETTINGS = (
     "lora.init_from",
     "distill.teacher",
     "curriculum.metrics.index",
+    "rl.prompts",
+    "rl.evaluation_prompts",
 )
 """Settings that are paths; each entry of a tuple is named without a number."""
-OPTIONAL = ("data.path", "checkpoint.init_from", "lora.init_from")
+OPTIONAL = (
+    "data.path",
+    "checkpoint.init_from",
+    "lora.init_from",
+    "rl.prompts",
+    "rl.evaluation_prompts",
+)
 """Settings of `SETTINGS` that may be empty."""
 CHECKED_LATER = ("curriculum.metrics.index",)
 """Settings of `SETTINGS` whose checks name the file that is missing."""

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from zjax.config import effect, model_rules
+from zjax.config import effect, model_rules, rl_rules
 from zjax.errors import ConfigError, Problem
 from zjax.schedule import dropping
 from zjax.settings import axes, batch, layers, parameters, ranges, replicas, schema
@@ -355,7 +355,7 @@ def uncounted_problems(config: schema.Config, num_devices: int) -> Iterator[Prob
 
 _RULES: tuple[model_rules.Entry, ...] = (
     (("mesh",), _mesh),
-    (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
+    (("global_batch", "num_microbatches", "microbatch", "mesh", "rl"), _batch),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), layers.stage_problems),
     ((), _precision),
     ((), _offload),
@@ -376,6 +376,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
         ("data", "mesh", "num_steps", "random_ltd", "layer_drop"),
         dropping.dropping_problems,
     ),
+    (("rl", "global_batch", "data", "model", "lora"), rl_rules.rl_problems),
     ((), _sinks),
     (("processes",), _processes),
     ((), effect.effect_problems),

@@ -55,6 +55,9 @@ def checked_settings(
         config = end_by_tokens(with_batch_sizes(config, len(devices)))
         check(config)
     problems = _mismatches(model, batches, config)
+    if config.rl:
+        problem, remedy = "is not read by zjax train", "use zjax rl, or zjax.rl.Trainer"
+        problems += [Problem("rl", config.rl.objective.kind, problem, remedy)]
     problems += data.batches_problems("batches", batches)
     problems += data.batches_problems("evaluation_batches", evaluation_batches)
     stopping = config.evaluation.early_stopping

@@ -161,10 +161,12 @@ def fill_kept_pacing(section: Any) -> None:
 
 
 def fill_from_each_other(config: Any) -> None:
-    """Derives lengths and `model.vocab_size` of a new `schema.Config`."""
+    """Derives batch, lengths and `model.vocab_size` of a new `schema.Config`."""
     data, model, source = config.data, config.model, config.data.source
     data = dataclasses.replace(data, **_derive(data, length=model.max_length))
     _set(config, data=data)
+    if config.rl and (is_offered(size := config.global_batch_size) or not reset(size)):
+        _set(config, global_batch_size=Size(config.rl.num_texts))
     warmup = _with_pacing(config.sequence_warmup, end=data.length)
     kept = {"end": data.length, "num_steps": config.num_steps}
     _set(

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.settings import choices, derived, mappings, ranges, schema
+from zjax.settings import choices, derived, mappings, ranges, rl, schema
 
 
 def describe_config(config: schema.Config) -> str:
@@ -47,6 +47,7 @@ def describe_settings() -> str:
         *_documented(schema.Config, ""),
         *_documented(schema.DimRule, "mesh.rules[i]"),
         *_documented(schema.ParamGroup, "optimizer.groups[i]"),
+        *_documented(rl.Reward, "rl.rewards[i]"),
     )
     for setting in listed:
         if setting.section is not last and not setting.kinds:
@@ -158,7 +159,8 @@ def _docstrings() -> dict[str, dict[str, str]]:
     """Attribute docstrings of the schema, by class and field."""
     # Python drops strings below fields, but their source has them.
     found = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    sources = map(inspect.getsource, (schema, rl))
+    for node in (node for source in sources for node in ast.parse(source).body):
         if isinstance(node, ast.ClassDef):
             texts = found.setdefault(node.name, {})
             for field, after in zip(node.body, node.body[1:], strict=False):

@@ -4,6 +4,7 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 from zjax.settings import derived, ranges
+from zjax.settings import rl as reinforcement
 from zjax.settings.choices import Choice, section
 
 
@@ -1602,6 +1603,9 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = None
     distill: Distill | None = None
+    rl: reinforcement.Rl | None = None
+    """Reinforcement learning by `zjax rl`, in place of training on the texts of
+    `data`."""
     observe: Observe = Observe()
     processes: Processes = Processes()
 

@@ -1,0 +1,142 @@
+"""Checks rules of reinforcement learning."""
+
+from collections.abc import Iterator
+
+from zjax.errors import Problem
+from zjax.settings import choices, mixture, rl, schema
+
+_UNREAD = (
+    "num_epochs",
+    "num_tokens",
+    "sequence_warmup",
+    "curriculum.metrics",
+    "buckets",
+    "random_ltd",
+    "layer_drop",
+    "distill",
+    "elasticity",
+    "evaluation.early_stopping",
+)
+"""Settings of training on `data`, which a rollout does not follow."""
+
+
+def rl_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings with which a run cannot learn from its own texts."""
+    if config.rl is None:
+        return
+    yield from _unread(config)
+    yield from _model(config)
+    yield from _rollout(config, config.rl)
+    yield from _objective(config, config.rl)
+    yield from _rewards(config.rl)
+    if config.rl.correction:
+        yield from _correction(config.rl.correction, config.rl.objective)
+
+
+def _unread(config: schema.Config) -> Iterator[Problem]:
+    """Yields settings of training on data that are set beside `rl`."""
+    for name in _UNREAD:
+        value = choices.value_at(config, name)
+        if value and value != choices.value_at(schema.Config(), name):
+            problem = "has no effect on texts that the run draws itself (rl)"
+            yield Problem(name, value, problem, "leave it out")
+
+
+def _model(config: schema.Config) -> Iterator[Problem]:
+    """Yields models that do not draw texts as they score them."""
+    model, lora = config.model, config.lora
+    if model.kind != "decoder":
+        problem = "draws no texts, which rl learns from"
+        yield Problem("model.kind", model.kind, problem, "use 'decoder'")
+    if mixture.sees_future(model):
+        kind = choices.value_at(model, "moe")
+        problem = "sees later tokens, which a sampler has not drawn yet"
+        yield Problem("model.moe", kind, problem, "use 'token_choice'")
+    names = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
+    rates = {f"model.{name}": getattr(model, name) for name in names}
+    rates |= {"lora.dropout": lora.dropout} if lora else {}
+    for field, rate in rates.items():
+        if rate > 0:
+            problem = "makes the policy of the loss another than the policy of the "
+            problem += "rollout (rl)"
+            yield Problem(field, rate, problem, "use 0.0")
+
+
+def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
+    """Yields sizes of rollouts that leave no prompt room, or no batch."""
+    most, length = given.rollout.max_new_tokens, config.data.length
+    if most >= length:
+        problem = f"leaves a prompt no token of data.length={length}"
+        remedy = f"use at most {length - 1}"
+        yield Problem("rl.rollout.max_new_tokens", most, problem, remedy)
+    size, total = config.global_batch_size, given.num_texts
+    if size and total % size:
+        problem = f"does not divide the {total} texts of a rollout"
+        remedy = "use a divisor, or 0 for one step on each rollout"
+        yield Problem("global_batch_size", size, problem, remedy)
+    if isinstance(given.overlong, rl.Penalise) and given.overlong.margin > most:
+        problem = f"is above rl.rollout.max_new_tokens={most}"
+        remedy = f"use at most {most}"
+        yield Problem("rl.overlong.margin", given.overlong.margin, problem, remedy)
+    if given.rollout.max_refills and not isinstance(given.objective, rl.Grouped):
+        problem = f"drops groups, and rl.objective={given.objective.kind!r} has none"
+        refills = given.rollout.max_refills
+        yield Problem("rl.rollout.max_refills", refills, problem, "leave it at 0")
+
+
+def _objective(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
+    """Yields settings of the objective that cannot act."""
+    objective, rollout = given.objective, given.rollout
+    if isinstance(objective, rl.Grouped) and rollout.num_samples == 1:
+        problem = f"leaves rl.objective={objective.kind!r} no texts to compare"
+        yield Problem("rl.rollout.num_samples", 1, problem, "use 2 or more")
+    default = type(objective)()
+    is_single = given.num_updates(config.global_batch_size or given.num_texts) == 1
+    for name in objective.ratio_settings if is_single else ():
+        value, usual = getattr(objective, name), getattr(default, name)
+        if value != usual:
+            problem = "has no effect with one step on each rollout, whose ratios are 1"
+            remedy = f"leave it at {usual!r}, or set rl.num_epochs or global_batch_size"
+            yield Problem(f"rl.objective.{name}", value, problem, remedy)
+    if isinstance(objective, rl.Clipped) and 0 < (most := objective.max_ratio) <= 1:
+        problem, remedy = "bounds ratios below 1, where they start", "use 3.0, or 0.0"
+        yield Problem("rl.objective.max_ratio", most, problem, remedy)
+    weights = [reward.weight for reward in given.rewards]
+    if getattr(objective, "normalise_each", False) and len(weights) == 1:
+        problem, remedy = "has no effect on one reward function", "leave it at False"
+        yield Problem("rl.objective.normalise_each", True, problem, remedy)
+    if isinstance(objective, rl.Grouped) and isinstance(given.reference, rl.InReward):
+        problem = "gives each token a reward, and "
+        problem += f"rl.objective={objective.kind!r} reads one of each text"
+        remedy = "use 'loss', or rl.objective='reinforce_pp' or 'ppo'"
+        yield Problem("rl.reference", "reward", problem, remedy)
+
+
+def _rewards(given: rl.Rl) -> Iterator[Problem]:
+    """Yields reward functions that have no name or no weight."""
+    for index, reward in enumerate(given.rewards):
+        path = f"rl.rewards[{index}]"
+        if not all(reward.function.partition(":")[::2]):
+            problem = "is not module:function"
+            remedy = "name a function, such as 'zjax.rl.tasks.sums:reward'"
+            yield Problem(f"{path}.function", reward.function, problem, remedy)
+        if reward.weight == 0:
+            problem, remedy = "leaves the reward no effect", "use another, or remove it"
+            yield Problem(f"{path}.weight", reward.weight, problem, remedy)
+
+
+def _correction(
+    correction: rl.Correction, objective: rl.Objective
+) -> Iterator[Problem]:
+    """Yields corrections of another unit than the ratios, and empty ranges."""
+    field, unit = "rl.correction", correction.unit
+    if isinstance(objective, rl.Gspo | rl.Cispo) and unit != objective.ratio:
+        problem = f"weighs another unit than rl.objective={objective.kind!r}"
+        yield Problem(f"{field}.unit", unit, problem, f"use {objective.ratio!r}")
+    if (
+        isinstance(correction, rl.Drop)
+        and correction.min_weight > correction.max_weight
+    ):
+        least, most = correction.min_weight, correction.max_weight
+        problem, remedy = f"is above max_weight={most}", "use less"
+        yield Problem(f"{field}.min_weight", least, problem, remedy)
