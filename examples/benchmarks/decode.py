@@ -13,9 +13,9 @@ import decode_attention
 from contestants import on_one_device
 from contests import Case, Contest, Row
 
-BARS = {1: 0.80, 16: 0.78, 64: 0.75}
-"""Share of a copy that must be reached with so many rows."""
-MOE_BARS = {1: 0.50, 16: 0.45}
+BARS = {1: (0.80, 0.90), 16: (0.78, 0.88), 64: (0.75, 0.85)}
+"""Shares of a copy that must be reached, and are hoped for, with so many rows."""
+MOE_BARS = {1: (0.50, 0.70), 16: (0.45, 0.65)}
 OURS = on_one_device("zjax 7B", "zjax", "decode_ours", timeout_seconds=540)
 SMALL = on_one_device(
     "zjax 1.5B",
@@ -41,15 +41,16 @@ CUDNN = on_one_device(
 )
 COPY = on_one_device("copy", "peer", "copy_bandwidth")
 PEERS = (
-    (on_one_device("torch", "peer", "decode_torch", timeout_seconds=540), 1.03),
+    (on_one_device("torch", "peer", "decode_torch", timeout_seconds=540), 1.03, 1.15),
     (
         on_one_device(
             "transformers", "peer", "decode_transformers", timeout_seconds=540
         ),
         1.2,
+        1.5,
     ),
 )
-"""Programs, and the ratios that must be reached."""
+"""Programs, and the ratios that must be reached and are hoped for."""
 PUBLISHED_MS, MUST_MS, AIM_MS = 5.0, 1.5, 1.2
 """Milliseconds of a token of one row; DeepSpeed's is of OPT-1.3B on an H100."""
 
@@ -67,14 +68,14 @@ def get_contest():
     mixture = Row(
         "decode_moe",
         "Decoding with a mixture reads the experts that are chosen, and little else.",
-        tuple(over_copy(MOE, batch, bar) for batch, bar in MOE_BARS.items()),
+        tuple(over_copy(MOE, batch, bars) for batch, bars in MOE_BARS.items()),
         headline="Decoding with Qwen3-30B-A3B: share of a copy",
         notes="random weights in bfloat16; 64 tokens, in whose middle each row has "
         "1,024; greedy; weights are counted without the token table, and the experts "
         "that the rows choose, a mean of all tokens and layers",
         by_devices=False,
     )
-    programs = OURS, SMALL, MOE, ATTENTION, COPY, CUDNN, *(peer for peer, _ in PEERS)
+    programs = OURS, SMALL, MOE, ATTENTION, COPY, CUDNN, *(peer for peer, _, _ in PEERS)
     return Contest("Decoding", programs, (large, small_row(), mixture, attention_row()))
 
 
@@ -139,8 +140,9 @@ def attention_row():
     )
 
 
-def over_copy(program, batch, must):
+def over_copy(program, batch, bars):
     """Bytes of a batch over those of a copy."""
+    must, aim = bars
     return Case(
         ours=(program.name,),
         peer=(COPY.name,),
@@ -148,6 +150,7 @@ def over_copy(program, batch, must):
         peer_metric="copy_bytes_per_second",
         unit="bytes/s",
         must=must,
+        aim=aim,
         name=f"batch {batch}: of a copy",
     )
 
@@ -155,12 +158,13 @@ def over_copy(program, batch, must):
 def compare(batch):
     """Cases of a batch."""
     yield over_copy(OURS, batch, BARS[batch])
-    for peer, must in PEERS:
+    for peer, must, aim in PEERS:
         yield Case(
             ours=(OURS.name,),
             peer=(peer.name,),
             metric=f"batch {batch} tokens/s",
             unit="tokens/s",
             must=must,
+            aim=aim,
             name=f"batch {batch}: over {peer.name}",
         )

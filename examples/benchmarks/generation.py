@@ -95,7 +95,12 @@ def mixed_row():
                 4.0,
             ),
             compare(
-                "512 tokens each: over transformers", OURS, TRANSFORMERS, SHORT, 3.0
+                "512 tokens each: over transformers",
+                OURS,
+                TRANSFORMERS,
+                SHORT,
+                3.0,
+                8.0,
             ),
         ),
         headline="Many requests to Llama 3 8B: tokens/s over other ways",
@@ -120,7 +125,7 @@ def start_row():
         "generation_compile",
         "A generator starts soon, and another shape of prompts costs nothing more.",
         (
-            bound("first token", "cold_seconds", "seconds", 12, 8),
+            bound("first token", "cold_seconds", "seconds", 12, 6),
             bound("another shape", "second_seconds", "seconds", 1, 0.1),
             bound("programs", "num_programs", "programs", 6, 4),
         ),

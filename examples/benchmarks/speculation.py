@@ -28,9 +28,10 @@ def row():
         "Texts that repeat are written faster with drafts, and others no slower.",
         tuple(compare(name, *bars) for name, bars in BARS.items()),
         headline="Llama 7B, texts that repeat: with drafts over without",
-        notes="random weights in bfloat16; prompts of 48 random tokens, 4 times; 256 "
-        "new tokens; greedy texts of random weights go round in circles, texts drawn "
-        "at temperature 1 do not repeat; 3 drafts at most, from the text alone; new "
+        notes="blocks of random weights in bfloat16; prompts of 48 random tokens, 4 "
+        "times; 256 new tokens; head and token table make greedy texts go round in "
+        "circles of 16 tokens, texts drawn at temperature 100 do not repeat; 3 drafts "
+        "at most, from the text alone; new "
         "prompts in each round; prompts are in the time",
         by_devices=False,
     )
