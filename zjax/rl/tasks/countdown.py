@@ -106,19 +106,20 @@ def reward(
         return 0.0
     try:
         value, used = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ArithmeticError, KeyError, AttributeError):
+    except (SyntaxError, ArithmeticError, KeyError):
         return 0.0
     return float(value == target and sorted(used) == sorted(operands))
 
 
 def _evaluate(node: Any) -> tuple[fractions.Fraction, list[int]]:
     """Evaluates an expression exactly, and lists the numbers that occur in it."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return fractions.Fraction(node.value), [node.value]
-    # A node of another kind has no `op`, or none of these.
-    apply = _OPERATORS[type(node.op)]
-    (x, left), (y, right) = _evaluate(node.left), _evaluate(node.right)
-    return apply(x, y), left + right
+    match node:
+        case ast.Constant(value=int(value)):
+            return fractions.Fraction(value), [value]
+        case ast.BinOp():
+            (x, left), (y, right) = _evaluate(node.left), _evaluate(node.right)
+            return _OPERATORS[type(node.op)](x, y), left + right
+    raise SyntaxError("no number and no operation on two")
 
 
 def _operations(numbers: list[Number]) -> Iterator[tuple[str, list[Number]]]:
