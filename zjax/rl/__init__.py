@@ -4,6 +4,8 @@ from zjax.rl.advantages import (
     decoupled_advantages,
     group_advantages,
     rloo_advantages,
+    summed,
+    total_rewards,
     uniform_groups,
 )
 from zjax.rl.aggregation import (
@@ -23,6 +25,7 @@ from zjax.rl.corrections import (
 )
 from zjax.rl.distillation import forward_kl, jensen_shannon, reverse_kl
 from zjax.rl.divergences import kl_k1, kl_k2, kl_k3, kl_k3_k2
+from zjax.rl.groups import Experience, Groups, SoftPenalty
 from zjax.rl.kto import kto_divergence, kto_loss
 from zjax.rl.logprobs import SequenceLogprobs, sequence_logprobs, token_logprobs
 from zjax.rl.losses import (
@@ -54,10 +57,13 @@ from zjax.rl.rollouts import (
 from zjax.rl.value_loss import value_loss
 
 __all__ = [
+    "Experience",
+    "Groups",
     "LossSum",
     "Pairs",
     "Rollout",
     "SequenceLogprobs",
+    "SoftPenalty",
     "apo_zero_loss",
     "bradley_terry_loss",
     "check_correction",
@@ -99,11 +105,13 @@ __all__ = [
     "sequence_ratios",
     "sequence_weights",
     "simpo_loss",
+    "summed",
     "token_logprobs",
     "token_mean",
     "token_ratios",
     "token_rewards",
     "token_weights",
+    "total_rewards",
     "truncate_weights",
     "uniform_groups",
     "value_loss",

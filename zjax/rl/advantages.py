@@ -4,11 +4,18 @@ P prompts, G samples of each prompt. A reward of NaN is missing: the advantage i
 no statistic counts the sample. Reshape advantages to `[P * G, 1]` for the losses.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from zjax.rl.masks import masked, mean_of_rows
+
+Estimate = Callable[[Float[Array, "P G"]], Float[Array, "P G"]]
+EstimateOfSeveral = Callable[
+    [Float[Array, "R P G"], Float[Array, " R"]], Float[Array, "P G"]
+]
 
 
 def group_advantages(
@@ -95,6 +102,48 @@ def decoupled_advantages(
         Liu et al., GDPO (arXiv:2601.05242).
     """
     return jnp.einsum("rpg,r->pg", jax.vmap(group_advantages)(rewards), weights)
+
+
+def total_rewards(
+    rewards: Float[Array, "R P G"], weights: Float[Array, " R"]
+) -> Float[Array, "P G"]:
+    """Sums the rewards of several reward functions by weight.
+
+    Args:
+        rewards: Reward of each sample by each of R reward functions; NaN for a missing
+            reward, which adds nothing.
+        weights: Weight of each reward function.
+
+    Returns:
+        The sums; NaN where every reward of a sample is missing.
+
+    Example:
+        >>> rewards = jnp.array([[[1.0, 1.0, jnp.nan]], [[0.5, jnp.nan, jnp.nan]]])
+        >>> total_rewards(rewards, jnp.array([2.0, 1.0])).tolist()
+        [[2.5, 2.0, nan]]
+    """
+    valid = ~jnp.isnan(rewards)
+    sums = jnp.einsum("rpg,r->pg", masked(rewards, valid), weights)
+    return jnp.where(valid.any(0), sums, jnp.nan)
+
+
+def summed(estimate: Estimate) -> EstimateOfSeveral:
+    """Makes a function of several rewards from a function of one: sums come first.
+
+    Args:
+        estimate: Function from rewards [P, G] to advantages [P, G].
+
+    Returns:
+        Function from rewards [R, P, G] and weights [R] to advantages [P, G], as
+        `decoupled_advantages` is.
+
+    Example:
+        >>> rewards = jnp.array([[[0.0, 1.0]], [[512.0, 0.0]]])
+        >>> found = summed(rloo_advantages)(rewards, jnp.array([2.0, 1.0]))
+        >>> (found > 0).tolist()
+        [[True, False]]
+    """
+    return lambda rewards, weights: estimate(total_rewards(rewards, weights))
 
 
 def uniform_groups(rewards: Float[Array, "P G"]) -> Bool[Array, " P"]:
