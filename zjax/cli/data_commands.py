@@ -12,10 +12,20 @@ from absl import flags
 
 from zjax import deepspeed
 from zjax.cli.commands import SPECIAL_TOKENS, Parser, chat_flag
-from zjax.cli.usage import NO_VALUE, Command, flag, integer, number, switch, texts
+from zjax.cli.usage import (
+    NO_VALUE,
+    Command,
+    choice,
+    flag,
+    integer,
+    number,
+    switch,
+    texts,
+)
 from zjax.config.flags import config_from_flags
 from zjax.data import source, store
 from zjax.data.analyze import analyze
+from zjax.data.examples import LABELS, LAYOUTS, PAIRS, RANKED
 from zjax.data.metric_index import Index, index_path
 from zjax.data.metrics import METRICS
 from zjax.data.prepare import prepare
@@ -27,6 +37,14 @@ from zjax.sharding.describe import render_table
 
 MAX_PROCESSES = 1_024
 PICTURE = "metrics.png"
+TEXTS = "texts"
+"""Value of `--examples` for records that are no examples."""
+OBJECTIVES = {
+    PAIRS: "--config.preference=dpo ",
+    RANKED: "--config.preference=reward_model ",
+    LABELS: "--config.preference=kto ",
+}
+"""Flags of a usual objective, by kind of examples."""
 _PERCENTILES = (0, 5, 50, 95, 100)
 
 
@@ -42,19 +60,25 @@ def prepare_data(given: flags.FlagValues) -> None:
         validation_fraction=given.validation_fraction,
         text_field=given.text_field,
         chat=given.chat,
+        examples="" if given.examples == TEXTS else given.examples,
         special_tokens=given.special_tokens,
         skip_broken=given.skip_broken,
     )
     print(f"wrote {given.output} with a vocabulary of {meta.vocab_size}")
     for name, split in meta.splits.items():
         sizes = f"{split.num_tokens:,} tokens in {split.num_documents:,} documents"
+        if split.num_examples:
+            sizes += f", {split.num_examples:,} examples"
         print(f"{name}: {sizes}")
     if meta.has_answers:
-        offsets = store.open_store(given.output, "train").offsets
-        print(describe_lengths(np.diff(offsets)))
+        opened = store.open_store(given.output, "train")
+        offsets, ends = opened.offsets, opened.examples
+        lengths = np.diff(offsets if ends is None else offsets[ends])
+        print(describe_lengths(lengths, "cuts" if ends is None else "leaves out"))
     print(
         "train on it: zjax train --config.data.source=tokens "
         f"{'--config.data.packing=documents ' if meta.has_answers else ''}"
+        f"{OBJECTIVES.get(meta.examples, '')}"
         f"{shlex.quote(f'--config.data.path={given.output}')} "
         f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
     )
@@ -75,6 +99,12 @@ PREPARE = Command(
         flag("tokenizer", "bytes, bpe:SIZE, ids:SIZE or a .json file.", "bytes"),
         flag("text_field", "Field or column with the text.", "text"),
         chat_flag("Checkpoint whose template encodes conversations."),
+        choice(
+            "examples",
+            "What records hold: texts or conversations; or completions of prompts.",
+            TEXTS,
+            enum_values=(TEXTS, *LAYOUTS),
+        ),
         SPECIAL_TOKENS,
         switch("skip_broken", "Leave out records that cannot be used; count them."),
         number("validation_fraction", "Part of the text held out.", 0.01),
@@ -83,13 +113,16 @@ PREPARE = Command(
 )
 
 
-def describe_lengths(sizes: np.ndarray) -> str:
-    """Describes percentiles of conversation lengths, for a choice of `data.length`."""
+def describe_lengths(sizes: np.ndarray, action: str = "cuts") -> str:
+    """Describes percentiles of the lengths of conversations, or of whole examples.
+
+    For a choice of `data.length`; `action` says what happens to those too long for it.
+    """
     shares = (50, 90, 99, 100)
     found = np.percentile(sizes, shares, method="inverted_cdf").tolist()
     half, most, nearly, longest = (f"{size:,}" for size in found)
     return (
-        f"data.length cuts longer ones: 50 % have up to {half} tokens, "
+        f"data.length {action} longer ones: 50 % have up to {half} tokens, "
         f"90 % up to {most}, 99 % up to {nearly}, the longest {longest}"
     )
 

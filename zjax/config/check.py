@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from zjax.config import effect, model_rules, rl_rules
+from zjax.config import effect, model_rules, preference_rules, rl_rules
 from zjax.errors import ConfigError, Problem
 from zjax.schedule import dropping
 from zjax.settings import axes, batch, layers, parameters, ranges, replicas, schema
@@ -376,6 +376,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
         ("data", "mesh", "num_steps", "random_ltd", "layer_drop"),
         dropping.dropping_problems,
     ),
+    (("data", "model", "preference"), preference_rules.preference_problems),
     (("rl", "global_batch", "data", "model", "lora"), rl_rules.rl_problems),
     ((), _sinks),
     (("processes",), _processes),

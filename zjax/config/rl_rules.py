@@ -14,6 +14,7 @@ _UNREAD = (
     "random_ltd",
     "layer_drop",
     "distill",
+    "preference",
     "elasticity",
     "evaluation.early_stopping",
 )

@@ -59,7 +59,14 @@ class Conversation:
 
 def refuse(path: str | os.PathLike, where: str, problem: str, remedy: str) -> NoReturn:
     """Raises a DataError that names the file and the record."""
-    raise DataError(Problem("input", str(path), f"{problem} in {where}", remedy))
+    raise DataError(problem_in(path, where, problem, remedy))
+
+
+def problem_in(
+    path: str | os.PathLike, where: str, problem: str, remedy: str
+) -> Problem:
+    """Problem of a record, with the file and the position."""
+    return Problem("input", str(path), f"{problem} in {where}", remedy)
 
 
 def read_conversation(

@@ -3,6 +3,7 @@
 import bz2
 import codecs
 import contextlib
+import functools
 import gzip
 import itertools
 import json
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from absl import logging
 
-from zjax.data import conversations, tables
+from zjax.data import conversations, examples, tables
 from zjax.data.tables import REFUSED, BrokenRecords
 from zjax.errors import DataError, Problem, find_fault
 from zjax.files import parse_json
@@ -52,6 +53,7 @@ class Document(NamedTuple):
         ends: Whether the text ends here, and does not go on in the next block.
         tokens: Ids that the file holds instead of text. In a block of a stream, where
             `begins` and `ends` are false, end tokens end documents.
+        example: Completions of a prompt, or None.
     """
 
     text: str
@@ -60,6 +62,7 @@ class Document(NamedTuple):
     begins: bool = True
     ends: bool = True
     tokens: tables.TokenIds | None = None
+    example: examples.Example | None = None
 
     @property
     def size(self) -> int:
@@ -112,15 +115,9 @@ def read_conversations(
 
     `told` are field names that the log has reported as not read, and grows.
     """
-    suffix = _form_of(path)
-    if suffix in tables.SUFFIXES:
-        records = _read_rows(path, told)
-    elif suffix in JSON_SUFFIXES:
-        records = _read_records(path, broken)
-    else:
-        problem, remedy = "is no file of conversations", "use JSON Lines or Parquet"
-        raise DataError(_problem(path, problem, remedy))
-    for where, record, num_bytes in records:
+    problem, remedy = "has no column of a conversation", "name one 'messages'"
+    need = _Need(conversations.FIELDS, "conversations", problem, remedy)
+    for where, record, num_bytes in _read_objects(path, told, broken, need):
         talk = broken.read(conversations.read_conversation, record, path, where)
         if talk is None:
             continue
@@ -129,18 +126,74 @@ def read_conversations(
         yield Document(text, num_bytes, talk)
 
 
+def read_examples(
+    path: pathlib.Path,
+    kind: str,
+    has_template: bool,
+    told: set[str],
+    broken: BrokenRecords = REFUSED,
+) -> Iterator[Document]:
+    """Reads examples of a kind from JSON Lines, Parquet or Arrow files.
+
+    `told` are field names that the log has reported as not read, and grows.
+    """
+    layout = examples.LAYOUTS[kind]
+    remedy = f"name the columns {', '.join(layout.needed)}"
+    need = _Need(layout.fields, "examples", f"has no column of {kind}", remedy)
+    read = functools.partial(
+        examples.read_example, kind=kind, has_template=has_template
+    )
+    for where, record, num_bytes in _read_objects(path, told, broken, need):
+        example = broken.read(read, record, path, where)
+        if example is None:
+            continue
+        _tell_unread(path, example.unread, told)
+        yield Document(_text_of(example), num_bytes, example=example)
+
+
+def _text_of(example: examples.Example) -> str:
+    """Text of all sequences, for the size of an example and for a BPE to learn from."""
+    texts = [
+        sequence.prompt * (not number) + sequence.completion
+        if isinstance(sequence, examples.Text)
+        else json.dumps(sequence.messages, default=str)
+        for number, sequence in enumerate(example.sequences)
+    ]
+    return "\n".join(texts)
+
+
+class _Need(NamedTuple):
+    """Fields that a reader of records takes, and the refusal of a file without any."""
+
+    fields: Collection[str]
+    content: str
+    problem: str
+    remedy: str
+
+
+def _read_objects(
+    path: pathlib.Path, told: set[str], broken: BrokenRecords, need: _Need
+) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yields position, record and bytes of each record of a table or a JSON file."""
+    suffix = _form_of(path)
+    if suffix in tables.SUFFIXES:
+        return _read_rows(path, told, need)
+    if suffix in JSON_SUFFIXES:
+        return _read_records(path, broken)
+    problem, remedy = f"is no file of {need.content}", "use JSON Lines or Parquet"
+    raise DataError(_problem(path, problem, remedy))
+
+
 def _read_rows(
-    path: pathlib.Path, told: set[str]
+    path: pathlib.Path, told: set[str], need: _Need
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields position, record and bytes of each row of a table."""
     with tables.open_table(path) as table:
-        columns = [name for name in table.names if name in conversations.FIELDS]
+        columns = [name for name in table.names if name in need.fields]
         if not columns:
-            problem = f"has no column of a conversation, only {_named(table.names)}"
-            raise DataError(_problem(path, problem, "name one 'messages'"))
-        _tell_unread(
-            path, [n for n in table.names if n not in conversations.FIELDS], told
-        )
+            problem = f"{need.problem}, only {_named(table.names)}"
+            raise DataError(_problem(path, problem, need.remedy))
+        _tell_unread(path, [n for n in table.names if n not in need.fields], told)
         rows = (row for batch in table.batches(columns) for row in batch)
         for number, row in enumerate(rows, start=1):
             # Tables have every key in every row, filled with nulls.

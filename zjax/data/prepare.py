@@ -7,7 +7,7 @@ import itertools
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,14 @@ from rich import console, progress
 from zjax.data import documents, store
 from zjax.data import tokenizer as text
 from zjax.data.chat import Chat, load_chat
+from zjax.data.examples import COMPARED, LABELS, LAYOUTS
+from zjax.data.sequences import (
+    Encoder,
+    TalkEncoder,
+    TextEncoder,
+    end_ids,
+    with_mismatched,
+)
 from zjax.data.tables import BrokenRecords
 from zjax.data.tokenizer_files import (
     END_TOKENS,
@@ -37,6 +45,8 @@ MIN_BPE, MAX_BPE = text.NUM_BYTES + 2, 1 << 20
 ENCODE_DOCUMENTS = 256
 """Documents that are encoded at a time, in threads of the tokenizer."""
 
+MAX_PROBLEMS = 20
+"""Problems of examples that are collected before they are told."""
 _MAX_NAMED = 5
 """Maximum number of special tokens that a warning names."""
 
@@ -56,6 +66,7 @@ def prepare(
     validation_fraction: float = 0.01,
     text_field: str = "text",
     chat: str = "",
+    examples: str = "",
     special_tokens: bool = False,
     skip_broken: bool = False,
 ) -> store.Meta:
@@ -82,6 +93,9 @@ def prepare(
             template for conversations, instead of `tokenizer` and `text_field`; the
             records have a layout of `zjax.data.conversations`. Only answers then have
             a loss, and documents have no end token that the template does not write.
+        examples: Kind of the records, of `zjax.data.examples.LAYOUTS`, if they are
+            completions of prompts, texts or with `chat` conversations. Only completions
+            have a loss. Empty for texts and conversations.
         special_tokens: Whether names of special tokens in a text are encoded as special
             tokens, as in conversations rendered before; else as ordinary text.
         skip_broken: Whether records that cannot be used are left out, and counted in
@@ -100,6 +114,7 @@ def prepare(
         tokenizer=tokenizer,
         text_field=text_field,
         chat=chat,
+        examples=examples,
     )
     if output != "":
         output = local_path("output", output, DataError, creates=True)
@@ -112,18 +127,29 @@ def prepare(
         template = load_chat(chat)
         tokenizer = os.path.join(chat, TOKENIZER_NAME)
     problems = _check_settings(output, tokenizer, validation_fraction)
+    problems += _check_examples(examples, text_field, tokenizer)
     if problems:
         raise DataError(*problems)
     files = documents.list_files(inputs)
     output = pathlib.Path(output)
 
-    broken = BrokenRecords(skip_broken)
+    num_told = MAX_PROBLEMS if examples else 1
+    broken = BrokenRecords(skip_broken, num_told)
+
+    def read_file(
+        file: pathlib.Path, told: set[str], broken: BrokenRecords
+    ) -> Iterator[documents.Document]:
+        if examples:
+            has_template = template is not None
+            return documents.read_examples(file, examples, has_template, told, broken)
+        if template is not None:
+            return documents.read_conversations(file, told, broken)
+        return documents.read_documents(file, text_field, broken)
 
     def read(
         bar: progress.Progress, label: str, broken: BrokenRecords
     ) -> Iterator[_Assigned]:
-        field = None if template else text_field
-        texts = _read_all(files, field, bar, label, broken)
+        texts = _read_all(files, read_file, bar, label, broken)
         return _assign_splits(texts, validation_fraction)
 
     with (
@@ -132,7 +158,7 @@ def prepare(
     ):
         # Lazy: only a BPE reads the documents twice; broken records are counted once,
         # below.
-        learning = read(bar, "Learning", BrokenRecords(skip_broken))
+        learning = read(bar, "Learning", BrokenRecords(skip_broken, num_told))
         vocabulary = _make_tokenizer(tokenizer, partial, learning)
         assigned, record = read(bar, "Encoding", broken), vocabulary.record
         # The first document says what all documents hold: text, ids or labels.
@@ -140,17 +166,24 @@ def prepare(
         assigned = _of_one_kind(itertools.chain(first, assigned))
         tokens = first[0].document.tokens if first else None
         has_labels = tokens is not None and tokens.answers is not None
-        has_answers = template is not None or has_labels
-        writers = _Writers(partial, vocabulary, has_answers)
+        has_answers = template is not None or has_labels or bool(examples)
+        compared = examples if examples in COMPARED else ""
+        writers = _Writers(partial, vocabulary, has_answers, compared)
         with contextlib.closing(writers):
-            if tokens is not None:
+            if examples:
+                encoder = TextEncoder(vocabulary, special_tokens)
+                if template is not None:
+                    encoder = TalkEncoder(template)
+                _write_examples(writers, encoder, assigned, broken)
+                record = record.with_ends(encoder.warn_of_open_ends())
+            elif tokens is not None:
                 _write_ids(writers, vocabulary, assigned)
             elif template is None:
                 _write_texts(writers, vocabulary, assigned, special_tokens)
             else:
                 ends = _write_talks(writers, template, assigned, broken)
                 record = record.with_ends(ends)
-        broken.log()
+            broken.finish()
         _check_splits(writers.sizes(), inputs, validation_fraction)
         if (partial / TOKENIZER_NAME).exists():
             write_ends(partial, record)
@@ -159,6 +192,7 @@ def prepare(
             dtype=_token_dtype(vocabulary),
             splits=writers.sizes(),
             has_answers=has_answers,
+            examples=compared,
         )
         store.write_meta(partial, meta)
     return meta
@@ -247,9 +281,32 @@ def _check_settings(
     return problems
 
 
+def _check_examples(examples: str, text_field: str, tokenizer: str) -> list[Problem]:
+    """Problems of a kind of examples, and of arguments that the kind does not read."""
+    problems = []
+    if not examples:
+        return problems
+    if examples not in LAYOUTS:
+        remedy = f"use {', '.join(LAYOUTS)}, or leave it out"
+        problems.append(Problem("examples", examples, "is not a choice", remedy))
+    if text_field != "text":
+        problem, remedy = "is not read with examples", "leave it out"
+        problems.append(Problem("text_field", text_field, problem, remedy))
+    if tokenizer.startswith("ids:"):
+        problem, remedy = "encodes no texts", "use a tokenizer of texts"
+        problems.append(Problem("tokenizer", tokenizer, problem, remedy))
+    return problems
+
+
+ReadFile = Callable[
+    [pathlib.Path, set[str], BrokenRecords], Iterator[documents.Document]
+]
+"""Function of a file, the names of fields that the log has told, and broken records."""
+
+
 def _read_all(
     files: Sequence[pathlib.Path],
-    text_field: str | None,
+    read_file: ReadFile,
     bar: progress.Progress,
     label: str,
     broken: BrokenRecords,
@@ -259,12 +316,9 @@ def _read_all(
     task = bar.add_task(label, total=total)
     told: set[str] = set()
     for file in files:
-        if text_field is None:
-            read_documents = documents.read_conversations(file, told, broken)
-        else:
-            read_documents = documents.read_documents(file, text_field, broken)
+        found = read_file(file, told, broken)
         # By hand, as a read error must name the file.
-        while document := _read_next(file, read_documents):
+        while document := _read_next(file, found):
             bar.advance(task, document.num_bytes)
             if document.size:
                 yield document
@@ -339,14 +393,20 @@ class _Writers(dict[str, store.SplitWriter]):
     """Writers by split, opened on first use."""
 
     def __init__(
-        self, directory: pathlib.Path, vocabulary: text.Tokenizer, has_answers: bool
+        self,
+        directory: pathlib.Path,
+        vocabulary: text.Tokenizer,
+        has_answers: bool,
+        examples: str,
     ):
         super().__init__()
         self._directory, self._has_answers = directory, has_answers
-        self._dtype = _token_dtype(vocabulary)
+        self._dtype, self.examples = _token_dtype(vocabulary), examples
 
     def __missing__(self, split: str) -> store.SplitWriter:
-        made = store.SplitWriter(self._directory, split, self._dtype, self._has_answers)
+        made = store.SplitWriter(
+            self._directory, split, self._dtype, self._has_answers, self.examples
+        )
         return self.setdefault(split, made)
 
     def close(self) -> None:
@@ -358,8 +418,7 @@ class _Writers(dict[str, store.SplitWriter]):
 
     def sizes(self) -> dict[str, store.Split]:
         """Sizes of the splits, by name."""
-        pairs = self.items()
-        return {x: store.Split(y.num_tokens, y.num_documents) for x, y in pairs}
+        return {name: writer.sizes for name, writer in self.items()}
 
 
 def _of_one_kind(assigned: Iterator[_Assigned]) -> Iterator[_Assigned]:
@@ -484,16 +543,32 @@ def _write_talks(
             f"{num_talks:,}",
             f"{num_samples:,}",
         )
-    if num_open := ends.pop(None, 0):
-        logging.warning(
-            "the chat template of %s ends %s of %s answers without a special token: "
-            "no end of these answers is trained, and a text generated after them may "
-            "not end; write eos_token behind each answer in the template",
-            chat.folder,
-            f"{num_open:,}",
-            f"{num_open + ends.total():,}",
-        )
-    return tuple(each for each in ends if each is not None)
+    return end_ids(chat, ends)
+
+
+def _write_examples(
+    writers: _Writers,
+    encoder: Encoder,
+    assigned: Iterator[_Assigned],
+    broken: BrokenRecords,
+) -> None:
+    """Encodes examples, each labelled one with another example's completion."""
+    before = None
+    for chunk in _chunks(assigned):
+        examples = [each.document.example for each in chunk]
+        found = [example for example in examples if example is not None]
+        if writers.examples == LABELS:
+            found, before = with_mismatched(found, before), found[-1]
+        encoded = encoder.encode(found, broken)
+        for (split, _), example, sequences in zip(chunk, found, encoded, strict=True):
+            # The files of a command that fails are removed: nothing need be written.
+            if sequences is None or broken.is_lost:
+                continue
+            if writers.examples:
+                writers[split].append_example(sequences, example.is_desirable)
+            else:
+                [(ids, answers)] = sequences
+                writers[split].append_answers(ids, answers)
 
 
 def _check_splits(

@@ -14,11 +14,13 @@ from jaxtyping import Int64
 
 from zjax.data import packing, store
 from zjax.data import tokenizer as text
+from zjax.data.example_rows import ExampleRows
 from zjax.data.tokenizer_files import TokenizerRecord
 from zjax.errors import DataError, Problem
 from zjax.schedule.lengths import CUTS
 from zjax.schedule.pacing import settings_read
 from zjax.settings import schema
+from zjax.settings.preference import Preference
 
 LIMIT_BYTES = 32 << 20
 """Maximum bytes of text to read; CPython 3.11 has 12 MB."""
@@ -205,6 +207,7 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
             DOCUMENTS_PER_ROW if documents else 0,
         )
     documents = open_documents(data, split, config.model.vocab_size)
+    check_objective(documents, data.path, config.preference)
     return _make_rows(documents, data, split)
 
 
@@ -282,8 +285,29 @@ def check_no_answers(
         raise DataError(Problem(setting, value, problem, f"use {remedy!r}"))
 
 
+def check_objective(
+    opened: store.Store, path: str, preference: Preference | None
+) -> None:
+    """Refuses examples without an objective that reads them, and the opposite."""
+    kind = "none" if preference is None else preference.kind
+    kinds = () if preference is None else preference.examples
+    if opened.kind in kinds or not (opened.kind or kinds):
+        return
+    problem, remedy = f"holds {opened.kind or 'no examples'}", "prepare it again"
+    if kinds:
+        remedy = f"prepare it with --examples={' or '.join(kinds)}"
+    else:
+        remedy = "choose a preference, which compares completions"
+    problem += f", which preference={kind!r} does not read"
+    raise DataError(Problem("data.path", path, problem, remedy))
+
+
 def _make_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Rows:
     """Makes the rows of `data.packing`."""
+    if opened.kind and data.packing == "documents":
+        examples = ExampleRows(opened, data.length)
+        _tell_left_out(examples, data.length)
+        return examples
     if data.packing == "documents":
         documents = packing.DocumentRows(
             opened.tokens, opened.offsets, data.length, opened.answers
@@ -324,4 +348,25 @@ def _tell_cut(rows: packing.DocumentRows, opened: store.Store, length: int) -> N
             opened.name,
             f"{longest:,}",
             f"{rows.num_left_out:,}",
+        )
+
+
+def _tell_left_out(rows: ExampleRows, length: int) -> None:
+    """Warns of examples longer than a row; refuses rows without examples."""
+    opened, ends = rows.opened, rows.opened.examples
+    assert ends is not None
+    longest = int(np.diff(opened.offsets[ends]).max(initial=0))
+    if not len(rows):
+        problem = f"has no room for the completions of an example of {opened.name}"
+        remedy = f"use up to {longest}, which the longest needs"
+        raise DataError(Problem("data.length", length, problem, remedy))
+    if rows.num_left_out:
+        logging.warning(
+            "data.length=%s leaves out %s of %s examples of %s, whose completions do "
+            "not fit one row; the longest needs %s",
+            f"{length:,}",
+            f"{rows.num_left_out:,}",
+            f"{len(ends) - 1:,}",
+            opened.name,
+            f"{longest:,}",
         )

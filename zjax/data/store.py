@@ -5,6 +5,9 @@
 - `train.bin`: token ids, little-endian uint16 or uint32
 - `train.idx`: int64, start of each document, and the end of the last
 - `train.answers`: uint8, 1 for tokens of answers, if only answers have a loss
+- `train.examples`: int64, first document of each example, and the end of the last, if
+  documents are completions that were compared or labelled
+- `train.labels`: uint8, 1 for each example with a desirable completion, if labelled
 - `validation.*`: files of held-out documents, if there are any
 - `*.sums`: checksums of each file, by chunk
 """
@@ -15,16 +18,17 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import crc32c
 import numpy as np
 from absl import logging
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt8
 
 from zjax.data import sums
 from zjax.data import tokenizer as text
+from zjax.data.examples import COMPARED, LABELS, RANKED
 from zjax.data.sums import REMEDY, ChunkSums, SummedFile
 from zjax.data.tokenizer_files import KEY, TOKENIZER_NAME, TokenizerRecord
 from zjax.errors import DataError, Problem, find_remedy
@@ -40,10 +44,12 @@ MAX_BYTES = 1 << 60
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Numbers of tokens and documents of one stream."""
+    """Numbers of tokens, documents and examples of one stream."""
 
     num_tokens: int
     num_documents: int
+    num_examples: int = 0
+    """0 if documents are no parts of examples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +62,8 @@ class Meta:
     splits: dict[str, Split]
     has_answers: bool = False
     """Whether only the tokens of answers have a loss."""
+    examples: str = ""
+    """Kind of the examples, one of `COMPARED`; empty if documents are texts."""
     format: int = FORMAT
 
     @property
@@ -108,6 +116,12 @@ class Store:
     vocab_size: int
     answers: MappedTokens | None = None
     """Flags, 1 for each token of an answer; None if all tokens have a loss."""
+    examples: Int64[np.ndarray, " examples"] | None = None
+    """First document of each example, and the end of the last; None without."""
+    labels: UInt8[np.ndarray, " labels"] | None = None
+    """1 for each example with a desirable completion; None without labels."""
+    kind: str = ""
+    """Kind of the examples, one of `COMPARED`; empty without."""
 
 
 class SplitWriter:
@@ -116,19 +130,35 @@ class SplitWriter:
     Args:
         dtype: Name of the dtype of ids, `uint16` or `uint32`.
         answers: Whether documents are conversations, added by `append_answers`.
+        examples: Kind of the examples, added by `append_example`; empty without.
     """
 
     def __init__(
-        self, directory: pathlib.Path, split: str, dtype: str, answers: bool = False
+        self,
+        directory: pathlib.Path,
+        split: str,
+        dtype: str,
+        answers: bool = False,
+        examples: str = "",
     ):
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._tokens = SummedFile(directory / f"{split}.bin")
         self._offsets = SummedFile(directory / f"{split}.idx")
         self._offsets.write(np.zeros(1, "<i8").tobytes())  # start of document 0
         self._answers = SummedFile(directory / f"{split}.answers") if answers else None
-        self.num_tokens = 0
-        self.num_documents = 0
+        self._examples = self._labels = None
+        if examples:
+            self._examples = SummedFile(directory / f"{split}.examples")
+            self._examples.write(np.zeros(1, "<i8").tobytes())  # start of example 0
+        if examples == LABELS:
+            self._labels = SummedFile(directory / f"{split}.labels")
+        self.num_tokens = self.num_documents = self.num_examples = 0
         self._document_start = 0
+
+    @property
+    def sizes(self) -> Split:
+        """Numbers of tokens, documents and examples so far."""
+        return Split(self.num_tokens, self.num_documents, self.num_examples)
 
     def append(self, ids: np.ndarray) -> None:
         """Writes ids of the current document."""
@@ -149,10 +179,23 @@ class SplitWriter:
         self.append(ids)
         self.end_document()
 
+    def append_example(
+        self, sequences: Iterable[tuple[np.ndarray, np.ndarray]], label: bool | None
+    ) -> None:
+        """Writes ids and answers of the sequences of one example, and the label."""
+        assert self._examples is not None
+        for ids, answers in sequences:
+            self.append_answers(ids, answers)
+        self.num_examples += 1
+        self._examples.write(np.array(self.num_documents, "<i8").tobytes())
+        if self._labels is not None:
+            self._labels.write(bytes([bool(label)]))
+
     def close(self) -> None:
         """Syncs all files to disk, and writes the checksums."""
+        files = self._tokens, self._offsets, self._answers, self._examples, self._labels
         with contextlib.ExitStack() as stack:  # closes all, even if the disk is full
-            for file in (self._tokens, self._offsets, self._answers):
+            for file in files:
                 if file is not None:
                     stack.callback(file.close)
 
@@ -239,16 +282,22 @@ def _check_meta(content: dict[str, Any]) -> None:
     """Raises ValueError if `meta.json` has other fields or values out of range."""
     splits = content["splits"]
     sizes = {field.name for field in dataclasses.fields(Split)}
+    optional = {"has_answers", "examples"}
+    kind = content.get("examples", "")
+    counts = {"num_examples"}
     is_valid = (
-        content.keys() | {"has_answers"} == {"splits", "dtype", "has_answers", "format"}
+        content.keys() | optional == {"splits", "dtype", "format", *optional}
         and isinstance(splits, dict)
-        and all(isinstance(x, dict) and x.keys() == sizes for x in splits.values())
+        and all(
+            isinstance(x, dict) and x.keys() | counts == sizes for x in splits.values()
+        )
         and all(
             # By type, as True is an int, too.
-            type(n) is int and 0 < n < MAX_BYTES
+            type(n) is int and bool(kind or name not in counts) <= n < MAX_BYTES
             for split in splits.values()
-            for n in split.values()
+            for name, n in split.items()
         )
+        and kind in ("", *COMPARED)
         and content["dtype"] in ("uint16", "uint32")
         and type(content.get("has_answers", False)) is bool
     )
@@ -296,7 +345,49 @@ def open_store(path: str, split: str) -> Store:
         problem = f"does not cut {sizes.num_tokens} tokens into documents"
         raise DataError(Problem("data.path", str(index), problem, "prepare it again"))
     trained = MappedTokens(answers, "uint8", has_sums) if meta.has_answers else None
-    return Store(str(file), tokens, offsets, meta.vocab_size, trained)
+    examples, labels = _open_examples(file, meta.examples, sizes)
+    return Store(
+        str(file),
+        tokens,
+        offsets,
+        meta.vocab_size,
+        trained,
+        examples,
+        labels,
+        meta.examples,
+    )
+
+
+def _open_examples(
+    file: pathlib.Path, kind: str, sizes: Split
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Reads the first documents and the labels of examples; None of what is not."""
+    if not kind:
+        return None, None
+    starts = _read_numbers(file.with_suffix(".examples"), "int64", sizes.num_examples)
+    counts = np.diff(starts)
+    is_whole = starts[0] == 0 and starts[-1] == sizes.num_documents
+    # Pairs, and labelled completions, have two documents each.
+    if not is_whole or counts.min() < 2 or (kind != RANKED and counts.max() > 2):
+        problem = f"does not join {sizes.num_documents} documents as {kind}"
+        place = str(file.with_suffix(".examples"))
+        raise DataError(Problem("data.path", place, problem, "prepare it again"))
+    if kind != LABELS:
+        return starts, None
+    return starts, _read_numbers(
+        file.with_suffix(".labels"), "uint8", sizes.num_examples - 1
+    )
+
+
+def _read_numbers(path: pathlib.Path, dtype: str, last: int) -> np.ndarray:
+    """Reads and verifies a file of `last + 1` numbers."""
+    _check_size(path, (last + 1) * np.dtype(dtype).itemsize)
+    try:
+        return MappedTokens(path, dtype, True)[:].astype(dtype)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+        remedy = "check the file and its disk"
+        raise DataError(Problem("data.path", str(path), problem, remedy)) from error
 
 
 def open_tokenizer(path: str) -> text.Tokenizer:

@@ -19,12 +19,20 @@ class BrokenRecords:
     """Counts the records that are left out.
 
     Args:
-        skips: Whether broken records are left out; else the first raises an error.
+        skips: Whether broken records are left out, and counted in the log.
+        num_told: Number of problems after which records that are not left out raise an
+            error; `finish` raises fewer.
     """
 
-    def __init__(self, skips: bool):
-        self._skips = skips
+    def __init__(self, skips: bool, num_told: int = 1):
+        self._skips, self._num_told = skips, num_told
         self._num_broken, self._first = 0, ""
+        self._problems: list[Problem] = []
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an error is due at the end, so that no more need be written."""
+        return bool(self._problems)
 
     def read(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function on a record; returns None if the record is left out."""
@@ -32,19 +40,29 @@ class BrokenRecords:
             return function(*args)
         except DataError as error:
             if not self._skips:
-                raise
+                self._problems += error.problems
+                if len(self._problems) >= self._num_told:
+                    self._raise_problems()
+                return None
             self._num_broken += 1
             self._first = self._first or str(error)
             return None
 
-    def log(self) -> None:
-        """Logs how many records were left out, and why the first was."""
+    def finish(self) -> None:
+        """Raises the problems so far, or logs how many records were left out."""
+        self._raise_problems()
         if self._num_broken:
             logging.warning(
                 "broken records that were left out: %s; the first: %s",
                 f"{self._num_broken:,}",
                 self._first,
             )
+
+    def _raise_problems(self) -> None:
+        """Raises the problems so far, once."""
+        problems, self._problems = self._problems, []
+        if problems:
+            raise DataError(*problems)
 
 
 REFUSED = BrokenRecords(skips=False)

@@ -9,6 +9,7 @@ import jax
 
 from zjax import data
 from zjax.config.check import check_config
+from zjax.data.example_rows import EXAMPLES
 from zjax.errors import ConfigError, Problem
 from zjax.estimate.mesh import choose_mesh
 from zjax.estimate.tables import kept_rows
@@ -58,6 +59,10 @@ def checked_settings(
     if config.rl:
         problem, remedy = "is not read by zjax train", "use zjax rl, or zjax.rl.Trainer"
         problems += [Problem("rl", config.rl.objective.kind, problem, remedy)]
+    if config.preference and EXAMPLES not in getattr(model, "entries", ()):
+        problem = "is not read by zjax.Trainer"
+        remedy = "use zjax train, or zjax.rl.PreferenceTrainer"
+        problems += [Problem("preference", config.preference.kind, problem, remedy)]
     problems += data.batches_problems("batches", batches)
     problems += data.batches_problems("evaluation_batches", evaluation_batches)
     stopping = config.evaluation.early_stopping

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zjax.settings import choices, derived, mappings, ranges, rl, schema
+from zjax.settings import choices, derived, mappings, preference, ranges, rl, schema
 
 
 def describe_config(config: schema.Config) -> str:
@@ -159,7 +159,7 @@ def _docstrings() -> dict[str, dict[str, str]]:
     """Attribute docstrings of the schema, by class and field."""
     # Python drops strings below fields, but their source has them.
     found = {}
-    sources = map(inspect.getsource, (schema, rl))
+    sources = map(inspect.getsource, (schema, preference, rl))
     for node in (node for source in sources for node in ast.parse(source).body):
         if isinstance(node, ast.ClassDef):
             texts = found.setdefault(node.name, {})

@@ -4,6 +4,7 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 from zjax.settings import derived, ranges
+from zjax.settings import preference as preferences
 from zjax.settings import rl as reinforcement
 from zjax.settings.choices import Choice, section
 
@@ -1603,6 +1604,19 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = None
     distill: Distill | None = None
+    preference: (
+        preferences.Dpo
+        | preferences.Hinge
+        | preferences.Ipo
+        | preferences.ApoZero
+        | preferences.Simpo
+        | preferences.Orpo
+        | preferences.Kto
+        | preferences.RewardModel
+        | None
+    ) = None
+    """Objective on completions of prompts, in place of the likelihood of texts:
+    `data.path` holds examples of `zjax data prepare --examples`."""
     rl: reinforcement.Rl | None = None
     """Reinforcement learning by `zjax rl`, in place of training on the texts of
     `data`."""
