@@ -232,6 +232,10 @@ class Stack:
     """`take_tokens(context, indices) -> context`, of the tokens int32[B, K] in
     ascending order. Random token dropping needs this function, and a carry of arrays
     [B, L, ...] that blocks map to equal shapes."""
+    target_logprobs: Callable[..., Any] | None = None
+    """`target_logprobs(params, carry, targets, temperature) -> (logprobs, entropies)`,
+    float32[B, L], from the parameters of the head and targets int32[B, L], -100 for
+    none. Reinforcement learning needs this function."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,16 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from zjax.models import layers
 from zjax.ops import activation
 from zjax.ops.activation import soft_cap
 from zjax.ops.cross_entropy import Teacher, TokenLoss, token_loss
+from zjax.ops.target_logprobs import TargetLogprobs, target_logprobs
 from zjax.parallel import sequence, tensor
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
@@ -82,16 +84,42 @@ class Head(nnx.Module):
             teacher=teacher,
             cap=self.config.logit_soft_cap,
             z_loss=self.config.z_loss,
-            chunk_tokens=self.config.loss_chunk_tokens,
-            num_batch_shards=layers.num_batch_shards(x.shape[0]),
-            num_length_shards=math.gcd(x.shape[1], open_size(meshes.SEQUENCE)),
+            **self._chunks(x),
         )
+
+    def target_logprobs(
+        self,
+        x: Float[Array, "B L M"],
+        table: Float[Array, "V M"] | None,
+        targets: Int[Array, "B L"],
+        temperature: float,
+    ) -> TargetLogprobs:
+        """Computes log-probabilities of targets, -100 for none, and entropies.
+
+        `table` is the token table of tied models; logits are divided by `temperature`.
+        """
+        found = target_logprobs(
+            *self.factors(x, table),
+            sequence.arrange(targets, self.config),
+            temperature=temperature,
+            cap=self.config.logit_soft_cap,
+            **self._chunks(x),
+        )
+        return jax.tree.map(lambda x: sequence.restore(x, self.config), found)
 
     def factors(
         self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
     ) -> tuple[Float[Array, "B L M"], Float[Array, "V M"]]:
         """Returns the two factors of the logits, which have neither bias nor cap."""
         return self._features(x), self._matrix(table)
+
+    def _chunks(self, x):
+        """Returns how the tokens of the states lie on devices and in chunks."""
+        return {
+            "chunk_tokens": self.config.loss_chunk_tokens,
+            "num_batch_shards": layers.num_batch_shards(x.shape[0]),
+            "num_length_shards": math.gcd(x.shape[1], open_size(meshes.SEQUENCE)),
+        }
 
     def _features(self, x):
         """Transforms and normalises states, gathered over the tensor axis."""

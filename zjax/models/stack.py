@@ -217,6 +217,10 @@ def make_stack(model: StackedModel) -> Stack:
         head = nnx.merge(head_graph, params["head"])
         return head.factors(hidden, head_table(params, config))
 
+    def target_logprobs(params, carry, targets, temperature):
+        head, table = nnx.merge(head_graph, params["head"]), head_table(params, config)
+        return head.target_logprobs(carry, table, targets, temperature)
+
     return Stack(
         embed=embed,
         segments=tuple(
@@ -234,6 +238,7 @@ def make_stack(model: StackedModel) -> Stack:
         if config.kind == "decoder" and not config.logit_soft_cap
         else None,
         take_tokens=Context.take_tokens,
+        target_logprobs=target_logprobs if config.kind == "decoder" else None,
     )
 
 

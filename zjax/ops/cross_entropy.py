@@ -14,10 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from zjax.ops.activation import soft_cap
+from zjax.ops.token_chunks import (
+    FROM_LOGITS,
+    float32_einsum,
+    over_chunks,
+    split_chunks,
+)
 from zjax.typing import IGNORED
-
-GRADIENTS = "token_loss_gradients"
-"""`checkpoint_name` of the gradients that the forward pass computes."""
 
 
 class TokenLoss(NamedTuple):
@@ -79,7 +82,7 @@ def token_loss(
     weights = _checked_weights(targets, weights, head.shape[0])
     num_shards = num_batch_shards, num_length_shards
     split = functools.partial(
-        _split_chunks, num_shards=num_shards, chunk_tokens=chunk_tokens
+        split_chunks, num_shards=num_shards, chunk_tokens=chunk_tokens
     )
     chunks = split(hidden), split(targets), split(weights)
     if teacher is not None:
@@ -107,24 +110,6 @@ def _checked_weights(targets, weights, num_ids):
     return jnp.where(is_id | (weights == 0), weights, jnp.nan)
 
 
-def _split_chunks(tokens, *, num_shards, chunk_tokens):
-    """Reshapes [B, L, ...] to [chunks, shards, rows, columns, ...], padded with zeros.
-
-    Each chunk takes part of the tokens of every device; chunks of the batch or of the
-    global sequence would leave most devices idle.
-    """
-    num_rows, length, *rest = tokens.shape
-    rows, length = num_rows // num_shards[0], length // num_shards[1]
-    tokens = tokens.reshape(num_shards[0], rows, num_shards[1], length, *rest)
-    tokens = tokens.swapaxes(1, 2).reshape(-1, rows, length, *rest)
-    num_chunks = -(-length // max(1, chunk_tokens // rows)) if chunk_tokens else 1
-    columns = -(-length // num_chunks)
-    num_padding = num_chunks * columns - length
-    padding = [(0, 0), (0, 0), (0, num_padding)] + [(0, 0)] * len(rest)
-    shape = (*tokens.shape[:2], num_chunks, columns, *rest)
-    return jnp.moveaxis(jnp.pad(tokens, padding).reshape(shape), 2, 0)
-
-
 def _sum_loss(terms, hidden, head, bias, targets, weights, teacher):
     """Sums loss, correct predictions and divergence over all chunks."""
 
@@ -136,7 +121,7 @@ def _sum_loss(terms, hidden, head, bias, targets, weights, teacher):
     zero = jnp.zeros(hidden.shape[1], jnp.float32)
     sums = zero, zero, None if teacher is None else zero
     chunks = _chunks(hidden, targets, weights, teacher)
-    return jax.tree.map(jnp.sum, _over_chunks(add_chunk, sums, chunks)[0])
+    return jax.tree.map(jnp.sum, over_chunks(add_chunk, sums, chunks)[0])
 
 
 def _summed_loss_forward(terms, hidden, head, bias, targets, weights, teacher):
@@ -147,7 +132,7 @@ def _summed_loss_forward(terms, hidden, head, bias, targets, weights, teacher):
         found, dlogits = _chunk_loss(terms, head, bias, teacher, *chunk)
         dhidden = jnp.einsum("prcv,vm->prcm", dlogits, head)
         # By shard p, so that devices add up once, in the backward pass, not per chunk.
-        dhead = _float32_einsum("prcv,prcm->pvm", dlogits, chunk[0])
+        dhead = float32_einsum("prcv,prcm->pvm", dlogits, chunk[0])
         dbias = None if bias is None else dlogits.sum((1, 2), dtype=jnp.float32)
         return jax.tree.map(jnp.add, sums, (*found, dhead, dbias)), dhidden
 
@@ -162,9 +147,9 @@ def _summed_loss_forward(terms, hidden, head, bias, targets, weights, teacher):
         None if bias is None else zeros(num_shards, *bias.shape),
     )
     chunks = _chunks(hidden, targets, weights, teacher)
-    (*sums, dhead, dbias), dhidden = _over_chunks(add_chunk, sums, chunks)
+    (*sums, dhead, dbias), dhidden = over_chunks(add_chunk, sums, chunks)
     # Named for `ops.remat`, whose policies all save them: else the loss runs twice.
-    gradients = checkpoint_name((dhidden, dhead, dbias), GRADIENTS)
+    gradients = checkpoint_name((dhidden, dhead, dbias), FROM_LOGITS)
     return tuple(jax.tree.map(jnp.sum, sums)), (*gradients, head, bias)
 
 
@@ -195,23 +180,9 @@ def _chunks(hidden, targets, weights, teacher):
     return hidden, targets, weights, None if teacher is None else teacher.hidden
 
 
-def _over_chunks(add_chunk, sums, chunks):
-    """Adds up the sums of all chunks, and stacks the outputs of the chunks."""
-    outputs = []
-    for number in range(chunks[0].shape[0]):
-        chunk = jax.tree.map(lambda x, row=number: x[row], chunks)
-        # Unrolled and ordered by barriers: out of a loop XLA would hoist constants as
-        # large as the logits.
-        before = sums, outputs[-1:]
-        (sums, outputs[-1:]), chunk = jax.lax.optimization_barrier((before, chunk))
-        sums, output = add_chunk(sums, chunk)
-        outputs.append(output)
-    return sums, jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
-
-
 def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hidden):
     """Sums of one chunk per shard, and the gradient of the logits."""
-    logits = _float32_einsum("prcm,vm->prcv", hidden, head)
+    logits = float32_einsum("prcm,vm->prcv", hidden, head)
     if bias is not None:
         logits += bias.astype(jnp.float32)[None, None, None, :]
     logits = soft_cap(logits, terms.soft_cap)
@@ -247,14 +218,10 @@ def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hi
 
 def _divergence(logits, teacher_hidden, teacher):
     """KL divergence from the teacher per token, and the gradient of the logits."""
-    target = _float32_einsum("prcm,vm->prcv", teacher_hidden, teacher.head)
+    target = float32_einsum("prcm,vm->prcv", teacher_hidden, teacher.head)
     target = jax.nn.log_softmax(target / teacher.temperature)
     own = jax.nn.log_softmax(logits / teacher.temperature)
     divergences = jnp.sum(jnp.exp(target) * (target - own), -1)
     # The chain rule divides by the temperature; its square is the factor of the sum.
     slopes = teacher.temperature * (jnp.exp(own) - jnp.exp(target))
     return jnp.square(teacher.temperature) * divergences, slopes
-
-
-def _float32_einsum(equation, *operands):
-    return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)

@@ -9,7 +9,7 @@ import jax.core as jax_core
 from jax.ad_checkpoint import checkpoint_name
 
 from zjax.jaxprs.program import CHEAP
-from zjax.ops import activation, attention, cross_entropy, sparse, tokens
+from zjax.ops import activation, attention, sparse, token_chunks, tokens
 from zjax.sharding.layers import read_layer
 from zjax.typing import Params
 from zjax_kernels import norm
@@ -223,10 +223,10 @@ def _save_names(names: tuple[str, ...], memory: Memory) -> Keeps:
     """Makes a policy that saves named residuals on the device or in another memory."""
     policies = jax.checkpoint_policies
     if memory == "device":
-        return policies.save_only_these_names(*names, cross_entropy.GRADIENTS)
+        return policies.save_only_these_names(*names, token_chunks.FROM_LOGITS)
     return policies.save_and_offload_only_these_names(
         # Read at once by the backward pass, so a copy to the host would only cost time.
-        names_which_can_be_saved=[cross_entropy.GRADIENTS],
+        names_which_can_be_saved=[token_chunks.FROM_LOGITS],
         names_which_can_be_offloaded=list(names),
         offload_src="device",
         offload_dst=memory,

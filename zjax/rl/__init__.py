@@ -35,6 +35,19 @@ from zjax.rl.losses import (
     reinforce_loss,
     sapo_loss,
 )
+from zjax.rl.objective import (
+    Cispo,
+    Clip,
+    Correction,
+    Kl,
+    Objective,
+    ObjectiveSums,
+    Reinforce,
+    Sapo,
+    objective_sums,
+)
+from zjax.rl.packing import Packed, pack
+from zjax.rl.policy import policy_loss, policy_model
 from zjax.rl.preferences import (
     Pairs,
     apo_zero_loss,
@@ -57,11 +70,20 @@ from zjax.rl.rollouts import (
 from zjax.rl.value_loss import value_loss
 
 __all__ = [
+    "Cispo",
+    "Clip",
+    "Correction",
     "Experience",
     "Groups",
+    "Kl",
     "LossSum",
+    "Objective",
+    "ObjectiveSums",
+    "Packed",
     "Pairs",
+    "Reinforce",
     "Rollout",
+    "Sapo",
     "SequenceLogprobs",
     "SoftPenalty",
     "apo_zero_loss",
@@ -89,9 +111,13 @@ __all__ = [
     "kto_loss",
     "log_ratios",
     "mask_weights",
+    "objective_sums",
     "odds_ratio_loss",
     "on_policy_sequences",
     "orpo_loss",
+    "pack",
+    "policy_loss",
+    "policy_model",
     "ranking_loss",
     "read_rollouts",
     "reinforce_loss",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from zjax.rl.masks import masked, mean_of_rows
+from zjax.rl.masks import masked, segment_mean
 
 Estimate = Callable[[Float[Array, "P G"]], Float[Array, "P G"]]
 EstimateOfSeveral = Callable[
@@ -172,7 +172,7 @@ def uniform_groups(rewards: Float[Array, "P G"]) -> Bool[Array, " P"]:
 
 def _centered(rewards, valid):
     """Subtracts the mean of each group from valid rewards."""
-    centered = masked(rewards, valid) - mean_of_rows(rewards, valid)
+    centered = masked(rewards, valid) - segment_mean(rewards, valid)
     # Of equal rewards a mean may differ in the last digit, and a small standard
     # deviation would enlarge the difference.
     has_signal = valid & ~uniform_groups(rewards)[:, None]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from zjax.errors import ConfigError, Problem
-from zjax.rl.masks import masked, mean_of_rows
+from zjax.rl.masks import masked, segment_mean
 
 
 class LossSum(NamedTuple):
@@ -74,7 +74,7 @@ def sequence_mean(losses: Float[Array, "B L"], mask: Bool[Array, "B L"]) -> Loss
     Reference:
         Shao et al., DeepSeekMath (arXiv:2402.03300), equation 3.
     """
-    means = mean_of_rows(losses, mask)
+    means = segment_mean(losses, mask)
     return LossSum(means.sum(), mask.any(1).sum(dtype=means.dtype))
 
 

@@ -10,10 +10,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
-from zjax.rl.masks import masked, mean_of_rows
+from zjax.rl.masks import masked, segment_mean, segment_sum
 from zjax.rl.ranges import check_above_zero
 from zjax.rl.ratios import bounded, token_ratios
 
@@ -54,7 +54,9 @@ def sequence_weights(
     old_logprobs: Float[Array, "B L"],
     sampler_logprobs: Float[Array, "B L"],
     mask: Bool[Array, "B L"],
-) -> Float[Array, "B 1"]:
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
+) -> Float[Array, " B #L"]:
     """Computes importance weights of sequences, the products of weights of tokens.
 
     The weight is `w = exp(sum_t(old_logprob - sampler_logprob))`: without bias, with a
@@ -65,9 +67,11 @@ def sequence_weights(
             batch, by the trainer.
         sampler_logprobs: Log-probability of each token as it was drawn.
         mask: True for the tokens to learn from.
+        segment_ids: Number of the sequence of each token, for rows of several
+            sequences; None if a row is one sequence.
 
     Returns:
-        The weight of each sequence.
+        The weight of each sequence, repeated over the tokens of packed rows.
 
     Example:
         >>> weights = sequence_weights(
@@ -82,7 +86,8 @@ def sequence_weights(
         Liu et al., When Speed Kills Stability (yingru.notion.site).
     """
     gaps = masked(old_logprobs, mask) - masked(sampler_logprobs, mask)
-    return jax.lax.stop_gradient(jnp.exp(bounded(gaps.sum(1, keepdims=True))))
+    gaps = segment_sum(gaps, segment_ids)
+    return jax.lax.stop_gradient(jnp.exp(bounded(gaps)))
 
 
 def truncate_weights(
@@ -151,11 +156,12 @@ def mask_weights(
 def on_policy_sequences(
     logprobs: Float[Array, "B L"],
     sampler_logprobs: Float[Array, "B L"],
-    advantages: Float[Array, "B 1"],
+    advantages: Float[Array, " B #L"],
     mask: Bool[Array, "B L"],
     *,
     threshold: float,
-) -> Float[Array, "B 1"]:
+    segment_ids: Int[Array, "B L"] | None = None,
+) -> Float[Array, " B #L"]:
     """Drops sequences of negative advantage that the policy has moved away from.
 
     The weight is 0 where `A < 0` and `mean_t(sampler_logprob - logprob) > threshold`,
@@ -168,9 +174,11 @@ def on_policy_sequences(
         mask: True for the tokens to learn from.
         threshold: Largest mean gap per token of a sequence that is not dropped, in
             nats.
+        segment_ids: Number of the sequence of each token, for rows of several
+            sequences; None if a row is one sequence.
 
     Returns:
-        The weight of each sequence.
+        The weight of each sequence, repeated over the tokens of packed rows.
 
     Example:
         >>> keeps = on_policy_sequences(
@@ -186,7 +194,9 @@ def on_policy_sequences(
     Reference:
         DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
     """
-    gaps = mean_of_rows(masked(sampler_logprobs, mask) - masked(logprobs, mask), mask)
+    gaps = segment_mean(
+        masked(sampler_logprobs, mask) - masked(logprobs, mask), mask, segment_ids
+    )
     is_dropped = (advantages < 0) & (gaps > threshold)
     return jax.lax.stop_gradient(jnp.where(is_dropped, 0, jnp.ones_like(gaps)))
 

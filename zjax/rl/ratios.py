@@ -9,9 +9,9 @@ a clipped token into NaN.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from zjax.rl.masks import masked, mean_of_rows
+from zjax.rl.masks import masked, segment_mean
 
 MAX_LOG_RATIO = 20.0
 """Bound of the logarithm of a ratio or of an importance weight."""
@@ -54,6 +54,8 @@ def sequence_ratios(
     logprobs: Float[Array, "B L"],
     old_logprobs: Float[Array, "B L"],
     mask: Bool[Array, "B L"],
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B L"]:
     """Computes the ratio of each sequence, the geometric mean of the ratios of tokens.
 
@@ -66,6 +68,8 @@ def sequence_ratios(
         old_logprobs: Log-probability of each token before the first update on the
             batch, by the trainer.
         mask: True for the tokens to learn from.
+        segment_ids: Number of the sequence of each token, for rows of several
+            sequences; None if a row is one sequence.
 
     Returns:
         The ratio of the sequence, repeated over its tokens.
@@ -84,7 +88,7 @@ def sequence_ratios(
         GSPO-token.
     """
     logprobs = masked(logprobs, mask)
-    mean = mean_of_rows(logprobs - masked(old_logprobs, mask), mask)
+    mean = segment_mean(logprobs - masked(old_logprobs, mask), mask, segment_ids)
     mean = jax.lax.stop_gradient(bounded(mean))
     return jnp.exp(mean + logprobs - jax.lax.stop_gradient(logprobs))
 

@@ -1,0 +1,146 @@
+"""The policy: a decoder whose head has the objective as its loss, and `logprobs_of`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zjax.errors import ConfigError, Problem
+from zjax.models.build import make_model
+from zjax.ops.target_logprobs import TargetLogprobs
+from zjax.rl.logprobs import token_logprobs
+from zjax.rl.masks import at_least_float32
+from zjax.rl.objective import Objective, objective_sums
+from zjax.settings.mixture import sees_future
+from zjax.settings.schema import Config
+from zjax.stack.forward import with_stack
+from zjax.typing import IGNORED, Entry, Metrics, Model
+
+OPTIONAL = ("units", "old_logprobs", "reference_logprobs")
+"""Arrays under `rl` that a batch may lack."""
+
+
+def policy_model(config: Config, objective: Objective) -> Model:
+    """Makes the decoder of `config.model` with a policy's objective as its loss.
+
+    Log-probabilities and entropies are computed in chunks of `model.loss_chunk_tokens`,
+    so that no array has the size of tokens times vocabulary. Batches are those of
+    `zjax.rl.pack`; the loss and the metrics are those of `objective_sums`, and do not
+    depend on microbatches or the mesh.
+
+    Args:
+        config: Settings, as for `zjax.make_model`.
+        objective: The loss.
+
+    Returns:
+        The model. `zjax.initialize` and `zjax.Trainer` need a batch of `pack`, or its
+        shapes, as an example.
+
+    Raises:
+        ConfigError: The model is no decoder or lets tokens see later ones, or a setting
+            makes the policy that is trained another one than the sampler's: dropout,
+            dropped tokens and dropped layers.
+
+    Example:
+        >>> from zjax import Config
+        >>> sorted(policy_model(Config(), Objective()).entries)[2:5]
+        ['rl/advantages', 'rl/logprobs', 'rl/old_logprobs']
+    """
+    if problems := [*_problems(config)]:
+        raise ConfigError(*problems)
+    model = make_model(config)
+    assert model.stack is not None
+    score = model.stack.target_logprobs
+    assert score is not None  # of a decoder
+
+    def head(params, carry, batch):
+        found = score(params, carry, batch["targets"], objective.temperature)
+        return objective_sums(objective, found.logprobs, found.entropies, batch)
+
+    given = Entry(("B", "L"), jnp.floating)
+    optional = dataclasses.replace(given, is_optional=True)
+    entries = {k: v for k, v in model.entries.items() if not k.startswith("teacher/")}
+    entries |= {
+        "weights": dataclasses.replace(entries["weights"], is_optional=False),
+        "rl/advantages": given,
+        "rl/logprobs": given,
+        **{f"rl/{name}": optional for name in OPTIONAL},
+    }
+    if objective.kl:
+        entries["rl/reference_logprobs"] = given
+    return dataclasses.replace(with_stack(model, head=head), entries=entries)
+
+
+def policy_loss(
+    logits: Float[Array, "B L V"], batch: Mapping[str, Any], objective: Objective
+) -> tuple[Float[Array, ""], Float[Array, ""], Metrics]:
+    """Computes the loss of a policy from the logits of any model.
+
+    Args:
+        logits: Logits of the next token at each position, of any float dtype.
+        batch: Arrays of `zjax.rl.pack`, with `shares_rows=False` for a model that reads
+            no `segment_ids`.
+        objective: The loss.
+
+    Returns:
+        Mean loss, weight and metrics, as a `loss_fn` of `zjax.initialize` returns them:
+        the loss of a step does not depend on microbatches or devices.
+
+    Raises:
+        ConfigError: The objective has a divergence, and the batch no reference.
+
+    Example:
+        >>> ones = jnp.ones((1, 2))
+        >>> given = {"advantages": ones, "logprobs": -ones}
+        >>> batch = {"targets": jnp.array([[1, -100]]), "weights": ones, "rl": given}
+        >>> loss, weight, _ = policy_loss(jnp.zeros((1, 2, 4)), batch, Objective())
+        >>> float(loss), float(weight)
+        (-1.0, 1.0)
+    """
+    found = logits_scores(logits, batch["targets"], objective.temperature)
+    sums = objective_sums(objective, found.logprobs, found.entropies, batch)
+    # A microbatch of padding has weight 0, and must give 0 instead of NaN.
+    divisor = jnp.where(sums.weight > 0, sums.weight, 1.0)
+    metrics = {name: x / divisor for name, x in sums.metrics.items()}
+    return sums.loss_sum / divisor, sums.weight, metrics
+
+
+def logits_scores(
+    logits: Float[Array, "B L V"], targets: Any, temperature: float
+) -> TargetLogprobs:
+    """Returns log-probabilities of targets and entropies, 0 for targets of -100."""
+    mask = targets != IGNORED
+    logprobs = token_logprobs(logits, targets, mask, temperature=temperature)
+    logits = jnp.where(mask[..., None], at_least_float32(logits), 0)
+    log_softmax = jax.nn.log_softmax(logits / temperature)
+    entropies = -(jnp.exp(log_softmax) * log_softmax).sum(-1)
+    return TargetLogprobs(logprobs, jnp.where(mask, entropies, 0))
+
+
+def _problems(config: Config) -> list[Problem]:
+    """Lists settings under which the trained policy is not the sampler's."""
+    model, problems = config.model, []
+    if model.kind != "decoder":
+        problem, remedy = "writes no text", "use 'decoder'"
+        problems += [Problem("model.kind", model.kind, problem, remedy)]
+    elif sees_future(model):
+        problem = "lets a token see later tokens, which a sampler has not drawn"
+        problems += [
+            Problem("model.moe", "expert_choice", problem, "use 'token_choice'")
+        ]
+    names = ("dropout_rate", "embedding_dropout_rate", "attention_dropout_rate")
+    problem = "changes log-probabilities that the sampler drew tokens by"
+    problems += [
+        Problem(f"model.{name}", rate, problem, "use 0")
+        for name in names
+        if (rate := getattr(model, name)) > 0
+    ]
+    for name in ("random_ltd", "layer_drop", "distill"):
+        if getattr(config, name):
+            remedy = "leave it out"
+            text = problem if name != "distill" else "is not read by a policy"
+            problems += [Problem(name, "given", text, remedy)]
+    return problems
