@@ -112,6 +112,14 @@ def test_drawn_texts_depend_on_seed_and_sample_alone(generator):
     assert len({tuple(ids) for ids in ids_of(texts)[:3]}) > 1
 
 
+def test_each_prompt_may_have_a_seed(generator):
+    """Fails if equal prompts of one call share their draws."""
+    both = ids_of(generator.generate([PROMPTS[0]] * 2, DRAWN, seeds=[7, 8]))
+    [first] = ids_of(generator.generate([PROMPTS[0]], DRAWN))
+    assert both[0] == first
+    assert both[1] != first
+
+
 def test_log_probabilities_are_those_of_the_whole_sequence(generator):
     [text] = generator.generate(
         [PROMPTS[1]], Sampling(max_new_tokens=4, num_logprobs=3)

@@ -399,3 +399,10 @@ def test_weights_of_a_file_start_a_run(tmp_path, whole):
     assert trainer.step == 0
     small_run.assert_equal(trainer, whole)
     trainer.close()
+
+
+def test_reinforcement_learning_is_refused(tmp_path):
+    given = "model.dropout_rate=0.0", "rl.rollout.max_new_tokens=4"
+    text = "rl='rl' is not read by zjax.Trainer; use zjax rl, or zjax.rl.Trainer"
+    with config_error(text):
+        small_run.make_trainer(tmp_path, "rl.objective=grpo", *given)

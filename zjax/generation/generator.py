@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import Sequence as List
 from typing import Any
 
 import jax
@@ -212,13 +213,18 @@ class Generator:
         return self.tokenizer.end_ids if self.tokenizer else ()
 
     def generate(
-        self, prompts: Iterable[Given], sampling: Sampling = GREEDY
+        self,
+        prompts: Iterable[Given],
+        sampling: Sampling = GREEDY,
+        *,
+        seeds: List[int] | None = None,
     ) -> list[Text]:
         """Writes texts, and returns them when all are complete.
 
         Args:
             prompts: Texts, token ids, or conversations (lists of messages).
             sampling: How tokens are chosen, and where texts end.
+            seeds: Seed of the draws of each prompt, in place of `sampling.seed`.
 
         Returns:
             `num_samples` texts of each prompt, in order.
@@ -228,7 +234,7 @@ class Generator:
             DataError: A chat template refuses a conversation.
         """
         # One prompt that cannot be served refuses all.
-        tickets = [*self._tickets(prompts, sampling)]
+        tickets = [*self._tickets(prompts, sampling, seeds=seeds)]
         try:
             for ticket in tickets:
                 self._worker.add(ticket)
@@ -373,11 +379,14 @@ class Generator:
         sampling: Sampling,
         *,
         special_tokens: bool = False,
+        seeds: List[int] | None = None,
     ) -> Iterator[Ticket]:
         """Yields tickets of prompts; one error at the end names all refused prompts."""
         problems = dict[str, Problem]()
         given = self._encoded(prompts, sampling, special_tokens=special_tokens)
-        for prompt, ids in given:
+        for number, (prompt, ids) in enumerate(given):
+            if seeds is not None:
+                sampling = dataclasses.replace(sampling, seed=seeds[number])
             try:
                 yield self._ticket(prompt, ids, sampling, is_streamed=False)
             except ConfigError as error:

@@ -228,9 +228,10 @@ class Monitor:
 
     def _scheduled(self, step: int) -> dict[str, float]:
         """Values of a step that the schedule and the data decide."""
+        scheduled = self._schedule.values
         if not self._has_tokens:
-            return self._schedule.dropping_values(step)
-        return self._schedule.values(step) | self._values_at(step)
+            scheduled = self._schedule.dropping_values
+        return scheduled(step) | self._values_at(step)
 
 
 def make_throughput(

@@ -13,6 +13,7 @@ from zjax import data
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import check_start, keep_tokenizer
 from zjax.config.load import load_beside
+from zjax.data.evaluation import EvaluationSet
 from zjax.data.loader import Loader
 from zjax.data.prompts import Given
 from zjax.data.tokenizer_files import KEY as TOKENIZER
@@ -42,10 +43,12 @@ from zjax.run.trainer_settings import (
 )
 from zjax.run.writer import Writer
 from zjax.schedule.training import TrainingSchedule
+from zjax.settings import choices
+from zjax.settings.schema import Config
 from zjax.train.average import check_average, with_part
 from zjax.train.state import TrainState
 from zjax.train.update import Schedule
-from zjax.typing import Device, Model
+from zjax.typing import Batch, Device, Model
 
 
 class Trainer:
@@ -103,7 +106,13 @@ class Trainer:
             raise ConfigError(*problems)
         config, self._epochs = end_by_epochs(config, batches, len(devices))
         self.config = checked_settings(
-            config, model, tx, batches, evaluation_batches, devices
+            config,
+            model,
+            tx,
+            batches,
+            evaluation_batches,
+            devices,
+            others=self._unread(config),
         )
         self._batches = batches
         self._is_language_model = is_of_settings(model, self.config)
@@ -128,13 +137,15 @@ class Trainer:
             saved = self.store.extra(start)
             resumes.report_changes(saved, self.config, start)
             resumes.check_messages(saved, self.config, start)
+        model, batch = self._make_model(model)
         self.run = start_run(
             self.config,
-            make_model(self.config) if model is None else model,
+            model,
             tx,
             schedule=schedule,
             devices=devices,
             restore=self._restore(start) if start else None,
+            batch=batch,
         )
         self.state: TrainState = self.run.state
         extra = self.store.extra(start) if start else {}
@@ -156,9 +167,7 @@ class Trainer:
             if step is None:
                 self._move_loader()
             self._patience = ending.Patience(stopping, extra.get(PATIENCE))
-        self._evaluation = data.find_evaluation(
-            self.config, self.run.batch_placement, batches, evaluation_batches
-        )
+        self._evaluation = self._find_evaluation(evaluation_batches)
         if self._evaluation:
             check_average(self.state, self.run.plan)
         self._writer = Writer(
@@ -299,7 +308,7 @@ class Trainer:
             self.run.model,
             last_step=self.step,
             num_skipped=int(self.state.num_skipped),
-            has_tokens=self._is_language_model,
+            has_tokens=self._counts_tokens,
             num_devices=self.run.mesh.size,
             schedule=self._schedule,
             callbacks=self._callbacks,
@@ -463,6 +472,33 @@ class Trainer:
         evaluation = self._evaluation.description if self._evaluation else ""
         notes = self._epochs, self.loader.description
         return describe_start(self.run, self.state, notes, evaluation)
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """Whether batches have as many tokens as the schedule says."""
+        return self._is_language_model
+
+    def _unread(self, config: Config) -> list[Problem]:
+        """Lists settings that another trainer reads."""
+        remedies = {
+            "rl": "use zjax rl, or zjax.rl.Trainer",
+            "preference": "use zjax train, or zjax.rl.PreferenceTrainer",
+        }
+        problem = "is not read by zjax.Trainer"
+        return [
+            Problem(name, choices.value_at(config, name), problem, remedy)
+            for name, remedy in remedies.items()
+            if getattr(config, name)
+        ]
+
+    def _make_model(self, model: Model | None) -> tuple[Model, Batch | None]:
+        """Makes the model of the run, with a batch if it is not of tokens alone."""
+        return make_model(self.config) if model is None else model, None
+
+    def _find_evaluation(self, batches: Any) -> EvaluationSet | None:
+        """Finds the evaluation data, in `batches` or as configured."""
+        placement = self.run.batch_placement
+        return data.find_evaluation(self.config, placement, self._batches, batches)
 
     def _move_loader(self) -> None:
         """Moves the loader to the position of the checkpoint, once.

@@ -9,7 +9,6 @@ import jax
 
 from zjax import data
 from zjax.config.check import check_config
-from zjax.data.example_rows import EXAMPLES
 from zjax.errors import ConfigError, Problem
 from zjax.estimate.mesh import choose_mesh
 from zjax.estimate.tables import kept_rows
@@ -38,8 +37,12 @@ def checked_settings(
     batches: Any,
     evaluation_batches: Any,
     devices: Sequence[Device],
+    others: Sequence[Problem] = (),
 ) -> Config:
-    """Returns the settings for these devices, or raises all problems together."""
+    """Returns the settings for these devices, or raises all problems together.
+
+    `others` are problems that the trainer itself has found.
+    """
     user_model = not is_of_settings(model, config)
     if model is None:
         config = choose_mesh(config, devices, tx)
@@ -56,13 +59,7 @@ def checked_settings(
         config = end_by_tokens(with_batch_sizes(config, len(devices)))
         check(config)
     problems = _mismatches(model, batches, config)
-    if config.rl:
-        problem, remedy = "is not read by zjax train", "use zjax rl, or zjax.rl.Trainer"
-        problems += [Problem("rl", config.rl.objective.kind, problem, remedy)]
-    if config.preference and EXAMPLES not in getattr(model, "entries", ()):
-        problem = "is not read by zjax.Trainer"
-        remedy = "use zjax train, or zjax.rl.PreferenceTrainer"
-        problems += [Problem("preference", config.preference.kind, problem, remedy)]
+    problems += others
     problems += data.batches_problems("batches", batches)
     problems += data.batches_problems("evaluation_batches", evaluation_batches)
     stopping = config.evaluation.early_stopping
