@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support import features, language
+from tests.support.refusals import config_error
 from zjax.generation import drafts
 from zjax.generation.engine import Engine, Request
 from zjax.generation.generate import generate
@@ -86,12 +87,12 @@ class Written:
     The cache has one shape, so that engines of fewer pages share programs.
     """
 
-    def __init__(self, decoder, *, num_pages, chunk_size, width=1):
+    def __init__(self, decoder, *, num_pages, chunk_size, width=1, window=0):
         shapes = {"num_slots": ROWS, "max_length": LENGTH}
         passes = decoder.passes(num_pages=PAGES, page_size=PAGE, **shapes)
         sizes = [Size(ROWS), Size(ROWS, 2), Size(ROWS, steps=4)]
         sizes += [Size(ROWS, width=width)] if width > 1 else []
-        pool = Pool(num_pages, PAGE)
+        pool = Pool(num_pages, PAGE, window)
         self.scheduler = Scheduler([pool], ROWS, LENGTH, sizes, chunk_size=chunk_size)
         self.engine = Engine(passes, self.scheduler)
 
@@ -130,6 +131,27 @@ def test_texts_do_not_depend_on_neighbours_chunks_pages_or_hits(config, monkeypa
     metrics = drafted.scheduler.metrics
     assert metrics.num_preemptions > 0
     assert metrics.num_drafts > metrics.num_accepted_drafts
+
+
+def test_texts_are_the_same_where_pages_behind_a_window_are_free(monkeypatch):
+    """Fails if a page that a token sees is freed, or a program reads one that was."""
+    config = FAMILIES["window"]
+    model, window = language.make_language_model(config), config.window.size
+    wanted, decoder = whole_texts(model), CutDecoder(model)
+    with config_error(
+        "max_new_tokens=7 after 9 tokens needs 4 pages of 4 tokens, and the cache has "
+        "3; ask for fewer, shorten the prompt, or enlarge the cache"
+    ):
+        Written(decoder, num_pages=4, chunk_size=3).write()
+    freed = Written(decoder, num_pages=4, chunk_size=3, window=window)
+    assert freed.write() == wanted
+    roomy = Written(decoder, num_pages=PAGES, chunk_size=3, window=window)
+    assert roomy.write() == roomy.write() == wanted
+    assert roomy.scheduler.metrics.num_hit_tokens > 8
+    monkeypatch.setattr(drafts, "MIN_GAIN", 0.0)
+    tight = Written(decoder, num_pages=5, chunk_size=3, width=4, window=window)
+    assert tight.write() == wanted
+    assert tight.scheduler.metrics.num_drafts > 0
 
 
 @pytest.mark.parametrize(

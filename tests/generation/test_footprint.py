@@ -147,6 +147,19 @@ def test_layers_with_a_window_read_the_window():
     assert footprint.cache_bytes(2, 20) == 2 * (20 + 20) * 2 * (8 + 8)
 
 
+def test_rows_hold_the_window_and_a_pass_where_all_layers_have_one():
+    """Fails if a plan counts pages that a generator frees, or none of a full layer."""
+    shape = {"max_length": 4096, "window": {"size": 130}}
+    footprint = planned(**shape)
+    assert (footprint.row_pages(128), footprint.row_pages(4096)) == (2, 11)
+    page = 64 * footprint.token_bytes
+    device = footprint.resident_bytes + 34.1 / 0.9 * page
+    assert footprint.fit_tokens(device) == 33 * 64
+    assert footprint.fit_rows(device, max_rows=64, length=4096) == 3
+    shape["window"] |= {"full_attention_every": 2}
+    assert planned(**shape).row_pages(4096) == 64
+
+
 def test_a_step_reads_the_experts_that_tokens_choose():
     """Fails if one token reads all experts, or many tokens read some twice."""
     few = planned(moe={"num_experts": 8, "top_k": 2})

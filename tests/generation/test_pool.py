@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from zjax.generation.pool import SINK, Pool, page_keys
+from zjax.generation.pool import SINK, Pool, first_seen, most_pages, page_keys
 
 
 def make_published(pool, tokens):
@@ -88,6 +88,36 @@ def test_a_key_stands_for_all_tokens_up_to_the_page():
     salted = page_keys(range(100), 7, salt=b"1")
     assert not {*salted} & {*keys}
     assert page_keys(range(100), 7, salted[:5], salt=b"1") == salted
+
+
+def test_a_prefix_needs_the_pages_in_the_window_of_the_next_token():
+    """Fails if pages behind the window are needed, or one within it is not."""
+    pool = Pool(num_pages=9, page_size=2, window=4)
+    pages, keys = make_published(pool, [*range(16)])
+    assert pool.match(keys) == 6 * [SINK] + pages[6:]
+    pool.release(pages)
+    assert pool.allocate(2) == pages[:-3:-1]
+    assert pool.match(keys) == 4 * [SINK] + pages[4:6]
+    pool.share(pages[:2])
+    pool.allocate(4)
+    assert pool.match(keys) == pages[:2]
+    assert Pool(9, 2, window=1).match(keys) == 8 * [SINK]
+
+
+@pytest.mark.parametrize("num_ahead", [1, 2, 7])
+@pytest.mark.parametrize("window", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_pages_are_held_for_what_a_pass_sees(page_size, window, num_ahead):
+    """Compares the bound with the pages of all passes, which reach it."""
+    held = []
+    for start in range(30):
+        seen = range(max(start - window + 1, 0), start + num_ahead)
+        pages = {place // page_size for place in seen}
+        assert first_seen(start, page_size, window) == min(pages)
+        held.append(len(pages))
+    assert most_pages(100, page_size, window, num_ahead) == max(held)
+    assert most_pages(page_size, page_size, window, num_ahead) == 1
+    assert first_seen(100, page_size) == 0 and most_pages(9, 4) == 3
 
 
 @pytest.mark.parametrize("seed", range(4))

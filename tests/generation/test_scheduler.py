@@ -8,7 +8,7 @@ import pytest
 from tests.support.paged_device import SIZES, VOCAB, Loop, expect
 from tests.support.refusals import config_error
 from zjax.generation.plan import Size
-from zjax.generation.pool import Pool
+from zjax.generation.pool import Pool, most_pages
 from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 
@@ -55,27 +55,37 @@ def test_texts_are_as_alone(lag, chunk_size, steps, sizes):
     assert len({x.finish_reason for x in sequences}) == 2
 
 
-def draw_loop(rng, longest):
+def draw_loop(rng, longest, window=0):
     """A loop of few pages, in which the longest text just fits."""
     page_size = rng.choice([1, 2, 3, 4, 16])
     spare = rng.choice([0, 0, 1, 5, 40])
+    sizes = rng.choice([SIZES, DRAFTED, [Size(8, 1)]])
+    chunk_size, steps = rng.choice([1, 4, 8, 64]), rng.choice([1, 3, 8])
+    num_ahead = max(
+        size.num_ahead(chunk_size) for size in (*sizes, Size(8, 0, 1, steps))
+    )
     return Loop(
-        num_pages=1 + -(-longest // page_size) + spare,
+        num_pages=1 + most_pages(longest, page_size, window, num_ahead) + spare,
         page_size=page_size,
         max_rows=rng.choice([1, 3, 8]),
         max_length=longest + 1,
-        sizes=rng.choice([SIZES, DRAFTED, [Size(8, 1)]]),
-        chunk_size=rng.choice([1, 4, 8, 64]),
-        steps=rng.choice([1, 3, 8]),
+        sizes=sizes,
+        chunk_size=chunk_size,
+        steps=steps,
         lag=rng.choice([0, 1, 2, 5]),
+        window=window,
     )
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_random_requests_end_right(seed):
-    """Runs 200 requests with shared prefixes, samples and aborts in few pages."""
+@pytest.mark.parametrize("window", [0, 1, 2, 5, 16, 40])
+@pytest.mark.parametrize("seed", range(10))
+def test_random_requests_end_right(seed, window):
+    """Runs 200 requests with shared prefixes, samples and aborts in few pages.
+
+    Under a window, a sequence never holds more pages than a pass of it sees.
+    """
     rng = random.Random(seed)
-    loop, aborted = draw_loop(rng, longest=46), set()
+    loop, aborted = draw_loop(rng, longest=46, window=window), set()
     heads = [make_text(rng, 1, 20) for _ in range(3)]
     most_waiting, share = rng.choice([1, 12]), rng.choice([0, 0.1, 0.4])
     sequences = []
@@ -112,6 +122,54 @@ def test_samples_of_a_prompt_share_its_pages():
     assert loop.scheduler.metrics[:2] == (7, 1)  # 6 chunks in a pass
     first = samples[0].pages[:10]
     assert [x.pages[:10] for x in samples[:7]] == [first] * 7
+    loop.run()
+    check_all(samples)
+    assert loop.scheduler.metrics.num_hit_tokens == 7 * 40
+
+
+def most_live(window, num_new=50):
+    """Most pages of 4 tokens at once of a text that is written alone."""
+    loop = Loop(max_length=200, steps=1, sizes=[Size(8, 2)], window=window)
+    sequence = loop.add([*range(8)], num_new)
+    numbers = []
+    while loop.step():
+        numbers.append(loop.pool.num_live)
+    check_all([sequence])
+    return max(numbers)
+
+
+def test_pages_behind_a_window_are_free_for_others():
+    """Fails if nothing is freed, or too late."""
+    assert most_live(window=0) == 14
+    assert [most_live(window=number) for number in (5, 8, 9, 10)] == [2, 3, 3, 4]
+    with_room = Loop(num_pages=8, max_length=200, sizes=[Size(8, 2)], window=8)
+    sequences = [with_room.add([i, *range(80)], 60) for i in range(3)]
+    with_room.run()
+    check_all(sequences)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_prefixes_are_found_by_the_pages_that_the_next_token_sees(lag):
+    """Fails if a prefix needs pages that others have long taken, or finds too much."""
+    loop = Loop(num_pages=8, max_length=200, sizes=[Size(8, 1)], window=8, lag=lag)
+    first = loop.add(make_text(random.Random(3), 40, 40), 20)
+    loop.run()
+    assert loop.pool.match(first.keys(4)[:4]) == []
+    second = loop.add([*first.tokens, 1], 8)
+    loop.run()
+    check_all([first, second])
+    assert loop.scheduler.metrics.num_hit_tokens == 56  # the last token is not read
+
+
+def test_samples_of_a_prompt_share_its_pages_in_the_window():
+    prompt = make_text(random.Random(1), 42, 42)
+    loop = Loop(window=8)
+    samples = [loop.add(prompt, 8) for _ in range(8)]
+    loop.step()
+    loop.step()
+    assert [x.pages[:10] for x in samples[1:7]] == [
+        8 * [0] + samples[0].pages[8:10]
+    ] * 6
     loop.run()
     check_all(samples)
     assert loop.scheduler.metrics.num_hit_tokens == 7 * 40
@@ -539,6 +597,17 @@ def test_requests_that_never_fit_are_refused():
     ):
         scheduler.add(Sequence([1] * 17, 0, prompt_logprobs=0))
     assert scheduler.metrics.num_waiting == 1
+
+
+def test_texts_of_any_length_fit_the_pages_of_a_window():
+    scheduler = Scheduler([Pool(5, 4, window=8)], 2, 40, [Size(2, 1)], chunk_size=4)
+    scheduler.add(Sequence([1] * 10, 30))
+    scheduler = Scheduler([Pool(5, 4, window=9)], 2, 40, [Size(2, 2)], chunk_size=4)
+    with config_error(
+        "max_new_tokens=30 after 10 tokens needs 5 pages of 4 tokens, and the cache "
+        "has 4; ask for fewer, shorten the prompt, or enlarge the cache"
+    ):
+        scheduler.add(Sequence([1] * 10, 30))
 
 
 def test_rows_without_lanes_are_refused():

@@ -48,6 +48,16 @@ def test_a_plan_says_what_fits_and_how_fast_it_can_be():
     )
 
 
+def test_a_row_holds_the_window_of_all_layers_and_a_pass():
+    """Fails if a plan counts pages that a generator frees, or says nothing of it."""
+    config = make_config("model.max_length=4096", "model.window.size=130")
+    text = report_generation(config, num_devices=1, device="L4", device_gb=1e-3)
+    lines = [line.split("  ") for line in text.splitlines()]
+    cells = {line[0]: line[-1].strip() for line in lines}
+    assert cells["row of 4,096 tokens, which holds 704"] == "90.11 kB"
+    assert cells["rows that fit, up to max_rows"] == "7"
+
+
 def test_data_shards_have_rows_and_pages_of_their_own():
     """Fails if eight shards hold the rows of one together, or write no more."""
     settings = {"device": "L4", "max_rows": 4, "device_gb": 60e-6}

@@ -1,9 +1,9 @@
 """A device of NumPy that runs plans of the scheduler literally.
 
 It stores tokens and positions where a model stores keys and values. Every lane and
-chunk gathers its whole prefix through the table, which must be that of the text: a
-wrong page, position or order is caught at once. The next token of a text is a hash of
-the prefix.
+chunk gathers its whole prefix through the table, or what the window leaves of it,
+which must be that of the text: a wrong page, position or order is caught at once. The
+next token of a text is a hash of the prefix.
 """
 
 import collections
@@ -51,8 +51,8 @@ def expect(sequence):
 class Device:
     """State of all slots and pages of a shard, changed by passes in order."""
 
-    def __init__(self, num_pages, page_size, max_rows):
-        self.page_size = page_size
+    def __init__(self, num_pages, page_size, max_rows, window=0):
+        self.page_size, self.window = page_size, window
         self.tokens = np.full((num_pages, page_size), -1, np.int64)
         self.positions = np.full((num_pages, page_size), -1, np.int64)
         self.last = np.full(max_rows + 1, -1, np.int64)
@@ -83,11 +83,12 @@ class Device:
                 for i, token in enumerate(read):
                     if i and token != self.last[slot]:
                         break  # a draft that is wrong
-                    self.last[slot] = self.read(plan.tables[0], slot, start + i + 1)
+                    place = slot, start + i
+                    self.last[slot] = self.read(plan.tables[0], *place, 1)
                     results[step + i, lane] = self.last[slot]
             for chunk, (slot, start, count, is_last) in enumerate(prompts):
                 if count:
-                    token = self.read(plan.tables[0], slot, start + count)
+                    token = self.read(plan.tables[0], slot, start, count)
                 if is_last:
                     results[0, num_lanes + chunk] = self.last[slot] = token
         return results
@@ -116,14 +117,16 @@ class Device:
             [np.arange(start, start + len(read)) for _, start, read in reads]
         )
 
-    def read(self, table, slot, length):
-        """Compares a whole prefix with the oracle; returns the next token."""
+    def read(self, table, slot, start, count):
+        """Compares what some tokens see with the oracle; returns the next token."""
+        length = start + count
+        first = max(start - self.window + 1, 0) if self.window else 0
         pages = table[slot, : -(-length // self.page_size)]
-        found = self.tokens[pages].reshape(-1)[:length]
-        positions = self.positions[pages].reshape(-1)[:length]
-        assert (positions == np.arange(length)).all(), positions
+        found = self.tokens[pages].reshape(-1)[first:length]
+        positions = self.positions[pages].reshape(-1)[first:length]
+        assert (positions == np.arange(first, length)).all(), positions
         truth = true_text(self.owners[int(slot)], int(length) + 1)
-        assert (found == truth[:length]).all(), (found, truth)
+        assert (found == truth[first:length]).all(), (found, truth)
         return int(truth[length])
 
 
@@ -176,8 +179,8 @@ class Guesses:
 class ObservedPool(Pool):
     """A pool that notes the pages that it hands out."""
 
-    def __init__(self, num_pages, page_size):
-        super().__init__(num_pages, page_size)
+    def __init__(self, *limits):
+        super().__init__(*limits)
         self.handed = []
 
     def allocate(self, num_pages):
@@ -209,8 +212,10 @@ class Loop:
         lag=0,
         guesses=True,
         num_shards=1,
+        window=0,
     ):
-        self.pools = [ObservedPool(num_pages, page_size) for _ in range(num_shards)]
+        limits = num_pages, page_size, window
+        self.pools = [ObservedPool(*limits) for _ in range(num_shards)]
         self.pool = self.pools[0]
         if steps > 1:
             lanes = [x.lanes for x in sizes if x.width == 1 and not x.chunks]
@@ -222,7 +227,7 @@ class Loop:
             self.scheduler.speculator = Guesses(num_drafts)
         self.shards = self.scheduler.shards
         self.slots = self.shards[0]
-        shape = num_pages, page_size, max_rows
+        shape = num_pages, page_size, max_rows, window
         self.devices = [Device(*shape) for _ in self.shards]
         self.lag, self.flying, self.plans = lag, collections.deque(), []
         self.scored = collections.defaultdict(list)
@@ -258,11 +263,12 @@ class Loop:
         if plan is not None:
             assert not has_drafts, "a position is planned that nobody knows"
             assert plan.size.width == 1 or not self.flying, "drafts of old tokens"
-            for part, pool, pages in zip(
-                parts_of(plan), self.pools, published, strict=True
+            for part, slots, pages in zip(
+                parts_of(plan), self.shards, published, strict=True
             ):
                 self.check_arrays(part)
-                self.check_writes(part, pages - {*pool.handed})
+                self.check_held(part, slots)
+                self.check_writes(part, pages - {*slots.pool.handed})
             self.check_lanes(plan, decoding)
             self.plans.append(plan)
             self.flying.append(plan)
@@ -300,13 +306,32 @@ class Loop:
             assert arrivals == sorted(arrivals)
         for number, slots in enumerate(self.shards):
             assert {x.shard for x in slots.running} <= {number}
-            slots.pool.check([x.pages for x in slots.running])
+            slots.pool.check([x.pages[x.num_behind :] for x in slots.running])
+            assert not any(any(x.pages[: x.num_behind]) for x in slots.running)
             numbers = [*slots._free, *(x.slot for x in slots.running)]
             assert sorted(numbers) == [*range(slots.max_rows)]
             wanted = np.zeros_like(slots._table)
             for sequence in slots.running:
                 wanted[sequence.slot, : len(sequence.pages)] = sequence.pages
             assert (slots._table == wanted).all()
+
+    def check_held(self, plan, slots):
+        """Fails if a sequence holds more, or less, than a pass of its tokens sees."""
+        pool, parts = slots.pool, (plan.lanes, plan.chunks)
+        starts = {}
+        for part in parts:
+            for slot, start, count in zip(*part[:3], strict=True):
+                if count:
+                    starts[slot] = min(start, starts.get(slot, start))
+        for sequence in slots.running:
+            num_held = len(sequence.pages) - sequence.num_behind
+            if pool.window:
+                span = pool.window - 1 + slots.num_ahead
+                assert num_held <= -(-(span - 1) // pool.page_size) + 1
+            if sequence.slot in starts:
+                first = max(starts[sequence.slot] - pool.window + 1, 0)
+                behind = first // pool.page_size if pool.window else 0
+                assert sequence.num_behind == behind
 
     def check_arrays(self, plan):
         """Fails if an array would compile another program, or an idle lane is live."""

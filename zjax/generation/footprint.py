@@ -12,12 +12,12 @@ from zjax.generation.dtypes import COMPUTE, Dtypes, dtype_problems
 from zjax.generation.passes import Reader
 from zjax.generation.programs import layer_page_bytes
 from zjax.generation.prompts import model_problems
-from zjax.generation.sizes import PAGE_SIZE, fit_pages
+from zjax.generation.sizes import PAGE_SIZE, fit_pages, row_pages
 from zjax.models.continuation import params_of
 from zjax.offload.stream import moved_bytes
 from zjax.offload.units import UnitStream
 from zjax.settings import schema
-from zjax.settings.attention import sliding_layers
+from zjax.settings.attention import sliding_layers, window_of_layers
 from zjax.settings.mixture import experts_per_token
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
@@ -65,8 +65,8 @@ class Footprint:
         return sum(self.layer_page_bytes) / PAGE_SIZE
 
     def row_pages(self, length: int) -> int:
-        """Counts the pages of a row of a length."""
-        return -(-length // PAGE_SIZE)
+        """Counts the pages that a row of a length holds at most."""
+        return row_pages(length, window_of_layers(self.config))
 
     def fit_tokens(self, device_bytes: int | float) -> int:
         """Counts the tokens of the pages that fit beside the weights."""

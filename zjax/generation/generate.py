@@ -26,6 +26,7 @@ from zjax.generation.sizes import MAX_ROWS, NUM_CHUNKS, PAGE_SIZE, pages_of
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.stack import Decoder
 from zjax.settings import schema
+from zjax.settings.attention import window_of_layers
 
 
 @runtime_checkable
@@ -125,7 +126,7 @@ def _write(
     num_rows = -(-len(prompts) // num_shards(decoder.axes))
     num_slots = min(_power(num_rows), MAX_ROWS)
     num_tokens = max(map(len, prompts)) + sampling.max_new_tokens
-    num_pages = pages_of(num_slots, num_tokens)
+    num_pages = pages_of(num_slots, num_tokens, window_of_layers(model.config))
     sizes = Size(num_slots, steps=NUM_STEPS), Size(num_slots, NUM_CHUNKS)
     engine = make_engine(decoder, sizes, longest, num_pages)
     sequences = []
@@ -155,7 +156,8 @@ def make_engine(
         num_pages=num_pages,
         page_size=PAGE_SIZE,
     )
-    pools = [Pool(num_pages, PAGE_SIZE) for _ in range(num_shards(decoder.axes))]
+    limits = num_pages, PAGE_SIZE, window_of_layers(decoder.config)
+    pools = [Pool(*limits) for _ in range(num_shards(decoder.axes))]
     scheduler = Scheduler(pools, num_slots, max_length, sizes)
     return Engine(passes, scheduler, end_ids=end_ids, axes=decoder.axes)
 

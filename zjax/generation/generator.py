@@ -35,6 +35,7 @@ from zjax.generation.text import TextStream
 from zjax.generation.tickets import Delta, Ticket
 from zjax.generation.worker import Served, Worker
 from zjax.ops.narrow import WeightDtype
+from zjax.settings.attention import window_of_layers
 from zjax.sharding.describe import format_bytes
 
 _AHEAD = 4
@@ -188,7 +189,8 @@ class Generator:
         self.num_shards = num_shards(decoder.axes)
         if not num_pages:
             lengths = self.max_rows, self.max_length
-            num_pages = count_pages(each, *lengths, decoder.pending_bytes)
+            window = window_of_layers(self.config)
+            num_pages = count_pages(each, *lengths, decoder.pending_bytes, window)
         self.num_pages = num_pages
         shards = f"{self.num_shards} data shards of " if self.num_shards > 1 else ""
         text = "text: %s%d rows at once, of up to %d tokens; %d pages of %d tokens, %s "

@@ -15,6 +15,8 @@ from zjax.generation.sequence import Sequence
 
 NUM_STEPS = 8
 """Tokens that a lane reads one after another, in a pass of several steps."""
+CHUNK_SIZE = 64
+"""Tokens of a chunk of a prompt."""
 Given = Any
 """Arrays of the host, or on the devices; plans know NumPy alone."""
 
@@ -37,6 +39,10 @@ class Size(NamedTuple):
     def num_tokens(self, chunk_size: int) -> int:
         """Counts the tokens that a pass of the size computes at once."""
         return self.lanes * self.width + self.chunks * chunk_size
+
+    def num_ahead(self, chunk_size: int) -> int:
+        """Counts the tokens that the pass reads of a sequence at most."""
+        return max(self.chunks * chunk_size, self.width, self.steps)
 
     def chunk_at(self, column: int) -> int:
         """Returns the chunk, among the chunks of all shards, of a column of results."""

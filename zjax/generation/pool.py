@@ -21,6 +21,8 @@ class Pool:
     Args:
         num_pages: Number of pages with the sink, 2 or more.
         page_size: Tokens of a page, 1 or more.
+        window: Keys that a token sees in any layer, the last its own; 0 is all. Pages
+            of which no later token sees a key may go back before a text ends.
 
     Example:
         >>> pool = Pool(num_pages=4, page_size=2)
@@ -37,8 +39,8 @@ class Pool:
         Kwon et al., PagedAttention (arXiv:2309.06180).
     """
 
-    def __init__(self, num_pages: int, page_size: int):
-        self.num_pages, self.page_size = num_pages, page_size
+    def __init__(self, num_pages: int, page_size: int, window: int = 0):
+        self.num_pages, self.page_size, self.window = num_pages, page_size, window
         self._free = list(range(num_pages - 1, SINK, -1))
         self._num_holders = [0] * num_pages
         self._keys: dict[int, bytes] = {}
@@ -74,15 +76,25 @@ class Pool:
             self._num_holders[page] = 1
         return pages
 
+    def first_seen(self, position: int) -> int:
+        """Returns the number of the first page that tokens from a position on see."""
+        return first_seen(position, self.page_size, self.window)
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Finds the pages of the longest published prefix, for `share`."""
-        pages = []
-        for key in keys:
-            page = self._published.get(key)
-            if page is None:
+        """Finds the pages of the longest prefix that need not be read, for `share`.
+
+        The next token has to see published pages alone. In place of the pages before
+        `first_seen`, which need not be published, is the sink.
+        """
+        num_found = num_adjacent = 0
+        for number, key in enumerate(keys, start=1):
+            num_adjacent = num_adjacent + 1 if key in self._published else 0
+            if num_adjacent >= number - self.first_seen(number * self.page_size):
+                num_found = number
+            elif not self.window:
                 break
-            pages.append(page)
-        return pages
+        first = self.first_seen(num_found * self.page_size)
+        return first * [SINK] + [self._published[key] for key in keys[first:num_found]]
 
     def count_cached(self, pages: Iterable[int]) -> int:
         """Counts the pages that nobody holds, which `share` makes unavailable."""
@@ -133,6 +145,34 @@ class Pool:
         page, _ = self._cached.popitem(last=False)
         del self._published[self._keys.pop(page)]
         return page
+
+
+def first_seen(position: int, page_size: int, window: int = 0) -> int:
+    """Returns the number of the first page that tokens from a position on see.
+
+    Example:
+        >>> [first_seen(position, page_size=4, window=3) for position in (5, 6, 9, 10)]
+        [0, 1, 1, 2]
+    """
+    return max(position - window + 1, 0) // page_size if window else 0
+
+
+def most_pages(
+    num_tokens: int, page_size: int, window: int = 0, num_ahead: int = 1
+) -> int:
+    """Counts the pages that a text of a length holds at most.
+
+    Under a window the pages of up to `num_ahead` tokens, which are read in one pass
+    from any position on, and of the keys that these tokens see.
+
+    Example:
+        >>> most_pages(100, page_size=4), most_pages(100, page_size=4, window=8)
+        (25, 3)
+    """
+    num_pages = -(-num_tokens // page_size)
+    if not window:
+        return num_pages
+    return min(num_pages, 2 + (window + num_ahead - 3) // page_size)
 
 
 def page_keys(

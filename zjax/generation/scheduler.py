@@ -20,7 +20,7 @@ import numpy as np
 from zjax.errors import ConfigError, Problem
 from zjax.generation.balance import rank_shards
 from zjax.generation.drafts import Speculator
-from zjax.generation.plan import Place, Plan, Size, Task, lay_plan
+from zjax.generation.plan import CHUNK_SIZE, Place, Plan, Size, Task, lay_plan
 from zjax.generation.pool import Pool
 from zjax.generation.sequence import Sequence
 from zjax.generation.slots import Slots
@@ -98,7 +98,7 @@ class Scheduler:
         max_length: int,
         sizes: Iterable[Size],
         *,
-        chunk_size: int = 64,
+        chunk_size: int = CHUNK_SIZE,
     ):
         self.sizes, self.max_length = tuple(sizes), max_length
         self.chunk_size = chunk_size
@@ -107,7 +107,9 @@ class Scheduler:
             problem = f"is more than the {widest} lanes of a pass with chunks"
             remedy = "add a larger size, or use fewer rows"
             raise ConfigError(Problem("max_rows", max_rows, problem, remedy))
-        self.shards = tuple(Slots(pool, max_rows, max_length) for pool in pools)
+        num_ahead = max(size.num_ahead(chunk_size) for size in self.sizes)
+        limits = max_rows, max_length, num_ahead
+        self.shards = tuple(Slots(pool, *limits) for pool in pools)
         self.max_rows = max_rows
         self.waiting: list[Sequence] = []
         # The shard that each sequence chose, and the page that it awaits there.
@@ -240,7 +242,7 @@ class Scheduler:
         # The last token is not read, unless it is of the prompt.
         slots = self.shards[0]
         pool = slots.pool
-        num_pages = slots.num_pages(num_prompt + max(num_new - 1, 0))
+        num_pages = slots.most_pages(num_prompt + max(num_new - 1, 0))
         if num_pages >= pool.num_pages:  # one is the sink
             problem = f"after {num_prompt} tokens needs {num_pages} pages of "
             problem += f"{pool.page_size} tokens, and the cache has "
@@ -250,18 +252,17 @@ class Scheduler:
             yield Problem("max_new_tokens", num_new, problem, remedy)
 
     def _reserve_lanes(self, slots: Slots) -> list[Sequence]:
-        """Holds a page for one more token of each decoding sequence, oldest first.
+        """Holds the pages of what each sequence reads next; returns those that decode.
 
-        If pages run out, the youngest sequences of the shard go back to the queue. The
-        oldest is never among these: it gets every page if need be, so that it ends.
+        Oldest first: if pages run out, the youngest sequences of the shard go back to
+        the queue. The oldest is never among these: it gets every page if need be, so
+        that it ends.
         """
-        lanes = []
-        for sequence in [x for x in slots.running if x.is_decoding]:
-            while sequence.slot is not None and not slots.grow(sequence, 1):
+        slots.free_behind()
+        for sequence in [*slots.running]:
+            while sequence.slot is not None and not slots.hold_next(sequence):
                 self._preempt(slots.running[-1])
-            if sequence.slot is not None:
-                lanes.append(sequence)
-        return lanes
+        return [x for x in slots.running if x.is_decoding]
 
     def _fills(self, lanes: list[list[Sequence]], num_steps: int) -> bool:
         """Whether pages suffice for some steps, and most of them are of use.

@@ -42,6 +42,8 @@ class Sequence:
         slot: Index of the state on the device; None while the sequence waits.
         shard: Data shard of the slot.
         pages: Pages of the cache, in order of positions.
+        num_behind: First pages, of which no token to come sees a key: the sequence does
+            not hold them, and `pages` has the sink in their place.
         finish_reason: `stop`, `length`, `abort` or a reason of the caller; None before
             the end.
 
@@ -69,6 +71,7 @@ class Sequence:
     slot: int | None = dataclasses.field(default=None, init=False)
     shard: int = dataclasses.field(default=0, init=False)
     pages: list[int] = dataclasses.field(default_factory=list, init=False)
+    num_behind: int = dataclasses.field(default=0, init=False)
     finish_reason: str | None = dataclasses.field(default=None, init=False)
     _keys: list[bytes] = dataclasses.field(default_factory=list, init=False)
 

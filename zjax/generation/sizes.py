@@ -10,7 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zjax.errors import ConfigError, Problem
-from zjax.generation.plan import NUM_STEPS, Size
+from zjax.generation.plan import CHUNK_SIZE, NUM_STEPS, Size
+from zjax.generation.pool import most_pages
 from zjax.generation.prompts import longest_text
 from zjax.settings import schema
 
@@ -97,25 +98,42 @@ def _is_between(least: int, value: Any, most: int | float) -> bool:
     return is_integer and least <= int(value) <= most
 
 
+def row_pages(num_tokens: int, window: int = 0) -> int:
+    """Counts the pages that a row of a number of tokens holds at most.
+
+    `window` is the window of all layers, 0 if a layer has none.
+
+    Example:
+        >>> row_pages(100), row_pages(32768, window=4096)
+        (2, 73)
+    """
+    return most_pages(num_tokens, PAGE_SIZE, window, NUM_CHUNKS * CHUNK_SIZE)
+
+
 def count_pages(
-    page_bytes: int, max_rows: int, max_length: int, pending_bytes: int = 0
+    page_bytes: int,
+    max_rows: int,
+    max_length: int,
+    pending_bytes: int = 0,
+    window: int = 0,
 ) -> int:
     """Counts the pages that fit in the memory that devices have left.
 
     `page_bytes` are the bytes on a device of a page of all layers, `pending_bytes` of
-    weights that are still to be read. There are no more pages than rows can fill.
+    weights that are still to be read; `window` is the window of all layers, or 0. There
+    are no more pages than rows can fill: pages behind a window stay there for prefixes.
     Memory that is not known, as of a CPU, gets pages for some thousands of tokens of
     each row.
     """
-    row_pages = -(-max_length // PAGE_SIZE)
-    most = 1 + max_rows * row_pages
+    most_held = row_pages(max_length, window)
+    most = 1 + max_rows * row_pages(max_length)
     if not page_bytes:  # nothing is stored
         return most
     known = _known_free_bytes()
     if not known:
-        return min(most, 1 + max_rows * min(row_pages, _ROW_TOKENS // PAGE_SIZE))
+        return min(most, 1 + max_rows * min(most_held, _ROW_TOKENS // PAGE_SIZE))
     number = least(fit_pages(min(known) - pending_bytes, page_bytes))
-    if number < 1 + row_pages:
+    if number < 1 + most_held:
         problem = f"leaves room for {max(number - 1, 0) * PAGE_SIZE} tokens"
         remedy = "free memory, use a smaller max_length, or offload the model"
         raise ConfigError(Problem("max_length", max_length, problem, remedy))
@@ -131,16 +149,17 @@ def has_room(num_bytes: int, num_copies: int = 2) -> bool:
     return least(all(num_copies * num_bytes <= _SHARE * x for x in known)) == 1
 
 
-def pages_of(num_rows: int, num_tokens: int) -> int:
+def pages_of(num_rows: int, num_tokens: int, window: int = 0) -> int:
     """Counts the pages that rows of a number of tokens fill, with the sink.
 
-    A power of two, so that calls of other lengths share programs.
+    A power of two, so that calls of other lengths share programs. `window` is the
+    window of all layers, 0 if a layer has none.
 
     Example:
         >>> pages_of(1, 65), pages_of(8, 100)
         (4, 32)
     """
-    return 1 << (num_rows * -(-num_tokens // PAGE_SIZE)).bit_length()
+    return 1 << (num_rows * row_pages(num_tokens, window)).bit_length()
 
 
 def fit_pages(free_bytes: int | float, page_bytes: int) -> int:

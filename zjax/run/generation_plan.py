@@ -170,10 +170,12 @@ def _describe_bytes(
     else:
         streamed = format_bytes(footprint.streamed_bytes)
         cells.append(("weights that come for each step", streamed))
-    row = footprint.row_pages(max_length) * PAGE_SIZE * footprint.token_bytes
+    token = footprint.token_bytes
+    held = footprint.row_pages(max_length) * PAGE_SIZE
+    holds = f", which holds {held:,}" if held < max_length else ""
     cells += [
-        ("keys and values of a token", format_bytes(footprint.token_bytes)),
-        (f"row of {max_length:,} tokens", format_bytes(row)),
+        ("keys and values of a token", format_bytes(token)),
+        (f"row of {max_length:,} tokens{holds}", format_bytes(held * token)),
     ]
     if math.isfinite(memory.num_bytes):
         tokens = footprint.fit_tokens(memory.num_bytes)

@@ -12,6 +12,7 @@ from zjax.generation.generator import Generator
 from zjax.generation.prompts import longest_text, prompt_problems
 from zjax.generation.sampling import Sampling
 from zjax.generation.sizes import pages_of
+from zjax.settings.attention import window_of_layers
 from zjax.settings.schema import Config
 from zjax.train.state import TrainState
 
@@ -51,7 +52,8 @@ class Writer:
         longest, row = longest_text(self._shape)[1], self._shape.max_length
         room = (row if len(ids) < row else longest) - len(ids)
         chosen = Sampling(max_new_tokens=max_new_tokens or room, **sampling)
-        num_pages = pages_of(1, min(len(ids) + chosen.max_new_tokens, longest))
+        num_tokens = min(len(ids) + chosen.max_new_tokens, longest)
+        num_pages = pages_of(1, num_tokens, window_of_layers(self._shape))
         form = {"prompts": self._prompts(chat), "max_rows": 1, "num_pages": num_pages}
         with Generator(self._run, state, **form) as generator:
             [text] = generator.generate([ids], chosen)

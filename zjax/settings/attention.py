@@ -161,6 +161,17 @@ def sliding_layers(model: schema.Model) -> tuple[bool, ...]:
     return tuple(not (every and number % every == 0) for number in numbers)
 
 
+def window_of_layers(model: schema.Model) -> int:
+    """Returns the window that all layers have; 0 if a layer sees all earlier tokens.
+
+    Example:
+        >>> window = schema.SlidingWindow(size=8)
+        >>> window_of_layers(schema.Model(window=window))
+        8
+    """
+    return model.window_size if all(sliding_layers(model)) else 0
+
+
 def rotated_layers(model: schema.Model) -> tuple[bool, ...]:
     """Whether each layer rotates queries and keys, if positions are rotary."""
     every, numbers = model.rotary.unrotated_every, range(1, model.num_layers + 1)

@@ -50,7 +50,7 @@ def paged_attention(
             Keys and values may be in float8, which is read in the dtype of `q`.
         values: [N, KV, page size, Dv] values, in the pages of the keys.
         pages: int32[C, P], pages of the row of each chunk, in order; behind the end of
-            the row any page.
+            the row, and before the window of the first token, any page.
         starts: int32[C], position of the first token of each chunk in the row.
         counts: int32[C], tokens of each chunk that count, 0 to T.
         scale: Factor of the scores, above 0; None is 1 / sqrt(D).

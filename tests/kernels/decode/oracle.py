@@ -58,9 +58,13 @@ def make_case(
     size=64,
     value_size=None,
     page_size=16,
+    window=0,
     seed=0,
 ):
-    """Queries, a cache of shuffled pages of which nobody's keys are NaN, and places."""
+    """Queries, a cache of shuffled pages of which nobody's keys are NaN, and places.
+
+    Pages before a window are nobody's, too.
+    """
     rng = np.random.default_rng(seed)
     chunks, lengths = len(starts), np.add(starts, counts)
     needed = -(-lengths // page_size)
@@ -78,5 +82,8 @@ def make_case(
                 some = rng.normal(size=(num_heads, used, channels))
                 pool[table[row, number], :, :used] = some
         pools.append(pool)
+    if window:
+        for row, start in enumerate(starts):
+            table[row, : max(0, start - window + 1) // page_size] = 0
     q = rng.normal(size=(chunks, tokens, heads, size)).astype(np.float32)
     return q, *pools, table, np.int32(starts), np.int32(counts)

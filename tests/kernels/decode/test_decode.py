@@ -21,11 +21,11 @@ CASES = {
         dict(scale=0.3, soft_cap=1.5),
     ),
     "a window over steps": (
-        dict(starts=[600, 5, 290], counts=[3, 3, 1], tokens=3),
+        dict(starts=[600, 5, 290], counts=[3, 3, 1], tokens=3, window=20),
         dict(window=20),
     ),
     "a window of one key and sinks": (
-        dict(starts=[40, 0], counts=[2, 2], tokens=2),
+        dict(starts=[40, 0], counts=[2, 2], tokens=2, window=1),
         dict(window=1, sinks=np.float32([0.5, -1, 3, 0])),
     ),
     "sinks, large pages and narrow values": (

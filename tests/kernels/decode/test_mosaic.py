@@ -27,7 +27,14 @@ QUICK = {
         settings=dict(soft_cap=1.5),
     ),
     "small pages, tiles of a prompt, a window and sinks": dict(
-        case=dict(starts=[100, 0], counts=[20, 7], tokens=20, heads=7, num_heads=1),
+        case=dict(
+            starts=[100, 0],
+            counts=[20, 7],
+            tokens=20,
+            heads=7,
+            num_heads=1,
+            window=40,
+        ),
         settings=dict(window=40, sinks=np.linspace(-1, 3, 7, dtype=np.float32)),
     ),
     "more keys than stages": dict(

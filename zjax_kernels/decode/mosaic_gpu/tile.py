@@ -45,10 +45,12 @@ class Tile:
         first = lax.div(self.first_key(step), index(sizes.page_size))
         # Steps run beyond the end of a row, which may be the end of the table.
         last = index(sizes.table_size - 1)
-        return [
-            pages[self.place.chunk, jnp.minimum(first + nth, last)]
-            for nth in range(sizes.copies)
-        ]
+        numbers = [jnp.minimum(first + nth, last) for nth in range(sizes.copies)]
+        if self.options.window and sizes.page_size < STEP:
+            # Pages before the window may hold NaN, and NaN if multiplied by 0.
+            seen = lax.div(self.place.begin, index(sizes.page_size))
+            numbers = [jnp.maximum(number, seen) for number in numbers]
+        return [pages[self.place.chunk, number] for number in numbers]
 
     def copy_pages(
         self, pool: Any, pages: list[Array], step: Array, ring: Any, ready: Any

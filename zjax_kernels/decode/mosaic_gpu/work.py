@@ -131,6 +131,7 @@ class Split(NamedTuple):
         num_tokens: Tokens of the chunk that count.
         end: Number of keys that the last token of the tile sees, from the first key of
             the row; 0 if no token of the tile counts.
+        begin: First key that the first token of the tile sees.
         first: First step.
         num_steps: Number of steps, 0 or less for none.
         num_settled: Number of first steps whose keys older calls have written; 0 for
@@ -146,6 +147,7 @@ class Split(NamedTuple):
     start: jax.Array
     num_tokens: jax.Array
     end: jax.Array
+    begin: jax.Array
     first: jax.Array
     num_steps: jax.Array
     num_settled: jax.Array
@@ -187,6 +189,7 @@ def find_split(
         start,
         count,
         end,
+        begin,
         first=first + before,
         num_steps=num_steps,
         num_settled=jnp.minimum(jnp.maximum(num_old, 0), num_steps),
