@@ -61,6 +61,7 @@ from zjax.rl.ratios import sequence_ratios, token_ratios
 from zjax.rl.reference_free import odds_ratio_loss, orpo_loss, simpo_loss
 from zjax.rl.returns import discounted_returns, gae, token_rewards, whiten
 from zjax.rl.reward_model import bradley_terry_loss, ranking_loss
+from zjax.rl.rewards import RewardPool, Scorer, add_scores, function_name
 from zjax.rl.rollouts import (
     Rollout,
     read_rollouts,
@@ -82,10 +83,13 @@ __all__ = [
     "Packed",
     "Pairs",
     "Reinforce",
+    "RewardPool",
     "Rollout",
     "Sapo",
+    "Scorer",
     "SequenceLogprobs",
     "SoftPenalty",
+    "add_scores",
     "apo_zero_loss",
     "bradley_terry_loss",
     "check_correction",
@@ -98,6 +102,7 @@ __all__ = [
     "dual_clip_loss",
     "example_mean",
     "forward_kl",
+    "function_name",
     "gae",
     "group_advantages",
     "hinge_loss",

@@ -22,6 +22,8 @@ from zjax.files import new_file, parse_json, writing
 MAX_LINE_BYTES = 1 << 28
 """Most bytes of a line, with the experts of long texts."""
 FINISH_REASONS = ("stop", "length", "abort")
+GIVEN = ("prompt", "completion")
+"""Arguments of a reward function besides the fields of the row."""
 EXPERT_DTYPES = ("uint8", "int16")
 _PLAIN = {
     "top_k": 0,
@@ -329,6 +331,10 @@ def _problems(rollout: Rollout) -> Iterator[Problem]:
     for name, value in rollout.rewards.items():
         if value is not None and not math.isfinite(value):
             yield Problem(f"rewards.{name}", value, "is not finite", "use None")
+    for name in GIVEN:
+        if name in rollout.row:
+            problem = "is what a reward function gets beside the row"
+            yield Problem("row", name, problem, "name the field otherwise")
     yield from sampling_problems(rollout.sampling)
     yield from _expert_problems(rollout)
 
