@@ -28,6 +28,7 @@ from zjax.ops.keys import fold_name
 from zjax.ops.weights import column_lengths
 from zjax.settings import schema
 from zjax.settings.parameters import is_adapter
+from zjax.sharding.naming import path_of
 
 NAME = "lora"
 
@@ -125,6 +126,20 @@ def _squares(kernel: Array, a: Array, b: Array, scale: float) -> Float[Array, " 
     squares = product("io,io->o", columns, columns)
     wide = b.astype(jnp.float32)
     return squares + jnp.sum(wide * (2 * scale * cross + scale**2 * inner), axis=0)
+
+
+def without_adapters(params: Any) -> Any:
+    """Zeroes the matrix `b` of each adapter: the frozen matrices then act alone.
+
+    DoRA's magnitudes stay, so that it has no such form.
+    """
+
+    def one(keys: Any, x: Any) -> Any:
+        # Layers that are stored apart add their number to the path.
+        is_b = re.search(rf"(^|/){NAME}/b(/\d+)?$", path_of(keys))
+        return jnp.zeros_like(x) if is_b else x
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 class Adapter(nnx.Module):

@@ -47,7 +47,7 @@ from zjax.rl.objective import (
     objective_sums,
 )
 from zjax.rl.packing import Packed, pack
-from zjax.rl.policy import policy_loss, policy_model
+from zjax.rl.policy import logprobs_of, policy_loss, policy_model
 from zjax.rl.preferences import (
     Pairs,
     apo_zero_loss,
@@ -58,6 +58,7 @@ from zjax.rl.preferences import (
     robust_dpo_loss,
 )
 from zjax.rl.ratios import sequence_ratios, token_ratios
+from zjax.rl.reference import Reference
 from zjax.rl.reference_free import odds_ratio_loss, orpo_loss, simpo_loss
 from zjax.rl.returns import discounted_returns, gae, token_rewards, whiten
 from zjax.rl.reward_model import bradley_terry_loss, ranking_loss
@@ -82,6 +83,7 @@ __all__ = [
     "ObjectiveSums",
     "Packed",
     "Pairs",
+    "Reference",
     "Reinforce",
     "RewardPool",
     "Rollout",
@@ -115,6 +117,7 @@ __all__ = [
     "kto_divergence",
     "kto_loss",
     "log_ratios",
+    "logprobs_of",
     "mask_weights",
     "objective_sums",
     "odds_ratio_loss",

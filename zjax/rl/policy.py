@@ -14,10 +14,13 @@ from zjax.ops.target_logprobs import TargetLogprobs
 from zjax.rl.logprobs import token_logprobs
 from zjax.rl.masks import at_least_float32
 from zjax.rl.objective import Objective, objective_sums
+from zjax.rl.ranges import check_above_zero
+from zjax.run.build import Run
 from zjax.settings.mixture import sees_future
 from zjax.settings.schema import Config
 from zjax.stack.forward import with_stack
-from zjax.typing import IGNORED, Entry, Metrics, Model
+from zjax.train.state import TrainState
+from zjax.typing import IGNORED, Batch, Entry, Metrics, Model
 
 OPTIONAL = ("units", "old_logprobs", "reference_logprobs")
 """Arrays under `rl` that a batch may lack."""
@@ -106,6 +109,35 @@ def policy_loss(
     divisor = jnp.where(sums.weight > 0, sums.weight, 1.0)
     metrics = {name: x / divisor for name, x in sums.metrics.items()}
     return sums.loss_sum / divisor, sums.weight, metrics
+
+
+def logprobs_of(
+    run: Run, state: TrainState, batch: Batch, *, temperature: float = 1.0
+) -> Float[Array, "B L"]:
+    """Computes the log-probability of each target of a batch, in a forward pass.
+
+    Microbatches, kernels and dtypes are those of a step. An average of the weights is
+    not read: the current weights learn, and draw the next tokens.
+
+    Args:
+        run: Run of any decoder, or of another stack with `target_logprobs`.
+        state: State of the run; not consumed.
+        batch: Batch of the run's model, with `targets` int32[B, L], -100 for none.
+        temperature: Divisor of the logits, above 0.
+
+    Returns:
+        Log-probabilities on every device; 0 for targets of -100.
+
+    Raises:
+        ConfigError: The temperature is not above 0.
+        DataError: The batch lacks what the model requires.
+        ModelError: The model does not know log-probabilities of targets.
+        PlanError: Rows do not divide over devices and microbatches.
+        StateError: The state was consumed before.
+    """
+    check_above_zero(temperature=temperature)
+    placed = run.step.place_batch(batch)
+    return run.target_scores(state, placed, temperature=temperature).logprobs
 
 
 def logits_scores(

@@ -26,6 +26,7 @@ from zjax.run.first_state import first_state
 from zjax.run.fit import check_fits, fit_plan, offloaded_inputs
 from zjax.run.resume import fingerprint_functions
 from zjax.run.step import Step, make_step
+from zjax.run.target_scores import TargetScores
 from zjax.run.without_effect import (
     check_adapters,
     check_loss_acts,
@@ -78,6 +79,11 @@ class Run:
                 self.tx,
                 compute_dtype=compute_dtype(self.plan),
             )
+
+    @functools.cached_property
+    def target_scores(self) -> TargetScores:
+        """Scores of the targets of batches, by programs that compile once."""
+        return TargetScores(self.model, self.plan, self.config)
 
     @property
     def batch_placement(self) -> BatchPlacement:

@@ -42,6 +42,15 @@ def split_batch(
     return map_rows(split, repeat, batch, model.entries)
 
 
+def join_rows(microbatches: jax.Array, model: Model, num_shares: int) -> jax.Array:
+    """Undoes `split_batch`: microbatches [N, B / N, ...] of rows to rows [B, ...]."""
+    rest = microbatches.shape[2:]
+    if model.separable:
+        return microbatches.swapaxes(0, 1).reshape(-1, *rest)
+    x = microbatches.reshape(len(microbatches), num_shares, -1, *rest)
+    return x.swapaxes(0, 1).reshape(-1, *rest)
+
+
 def row_specs(batch: Batch | StepBatch, model: Model, axes: Sequence[str]) -> Any:
     """Returns a tree of PartitionSpec for `shard_map`, with rows split over `axes`."""
     if isinstance(batch, StepBatch):
