@@ -221,9 +221,7 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 UNPUBLISHED = {
     "decode_7b",
-    "generation_mixed",
     "moe_layer_vs_sonic",
-    "narrow_decode",
     "serve_8b",
     "serve_first_token",
     "speculation",
