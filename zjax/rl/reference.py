@@ -1,11 +1,10 @@
 """The reference policy, which does not learn: frozen weights, or a model's own base."""
 
-from typing import Literal
-
 import jax
 from jaxtyping import Array, Float
 
 from zjax.errors import ConfigError, Problem
+from zjax.ops.remat import Memory
 from zjax.rl.ranges import check_above_zero
 from zjax.run.build import Run
 from zjax.settings import schema
@@ -25,8 +24,8 @@ class Reference:
         run: Run of the policy.
         state: State whose weights are copied; not consumed. On a resumed run this is
             the first state, not the restored one.
-        memory: Memory that stores the copy between passes; a pass brings it to the
-            devices.
+        memory: Memory that stores the copy between passes, `device` or `pinned_host`; a
+            pass brings it to the devices.
 
     Attributes:
         num_bytes: Bytes of the copy on one device, or for one device on the host; 0
@@ -44,7 +43,7 @@ class Reference:
         run: Run,
         state: TrainState,
         *,
-        memory: Literal["device", "pinned_host"] = "device",
+        memory: Memory = "device",
     ):
         self._run, self.num_bytes = run, 0
         self._is_base = run.config.lora is not None
