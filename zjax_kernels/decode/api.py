@@ -67,8 +67,8 @@ def paged_attention(
             only `q`, and keys and values at `starts`.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, D and Dv both 64,
             128 or 256, pages of 16, 32, ... 256 tokens), `reference` (anywhere, any
-            sharding of heads), or `auto`: `mosaic_gpu` where possible, logged once,
-            but `reference` for latents. Latents, which `mosaic_gpu` reads once, are
+            sharding of heads), or `auto`: `mosaic_gpu` where possible, logged once.
+            Latents, which `mosaic_gpu` reads once, are
             one array for keys and values, with D a multiple of 64 up to 576, a smaller
             `value_size` of 128, 256, 384 or 512, and H / KV 8, 16, 32, 64 or 128,
             without window, cap and sinks.
@@ -103,8 +103,6 @@ def paged_attention(
         early=early,
     )
     problem, remedy = _obstacle(q, cache, sinks, options)
-    # Until the kernel for latents has run on a GPU, it runs only where asked for.
-    problem = problem or latents.reason_not_to_choose(implementation, cache, options)
     chosen = choose_implementation(
         implementation,
         "paged attention",

@@ -13,7 +13,7 @@ from tests.support.cases import some_by_hand
 from tests.support.interpreter import InterpretGPUParams
 from tests.support.lowering import cuda_program, num_kernels
 from tests.support.refusals import value_error
-from zjax_kernels import device, paged_attention
+from zjax_kernels import paged_attention
 from zjax_kernels.decode.latent import mosaic_gpu
 from zjax_kernels.decode.latent.mosaic_gpu import work
 from zjax_kernels.decode.latent.mosaic_gpu.merge import merge_splits
@@ -115,16 +115,10 @@ def test_every_variant_lowers_for_cuda(on_hopper, given, value_size):
     assert num_kernels(run, *decoded(**given)) == 1
 
 
-def test_latents_have_a_kernel_only_if_asked_for(on_hopper, caplog):
-    """Fails if `auto` takes a kernel that has not run on a GPU, or does so silently."""
-    device._log_choice.cache_clear()
+def test_latents_have_a_kernel_by_default(on_hopper):
+    """Fails if `auto` attends to latents without the kernel."""
     run = functools.partial(attend_to_latents, implementation="auto")
-    assert num_kernels(run, *decoded()) == 0
-    assert num_kernels(attend_to_latents, *decoded()) == 1
-    assert caplog.messages == [
-        "paged attention: reference (the kernel for latents is untried; "
-        "implementation='mosaic_gpu' runs it)"
-    ]
+    assert num_kernels(run, *decoded()) == 1
 
 
 @pytest.mark.parametrize("early", [False, True])

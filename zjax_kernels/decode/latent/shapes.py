@@ -24,13 +24,6 @@ def has_sizes(cache: Cache, options: Options) -> bool:
     return fit and width < size <= _MOST and width <= _MOST_VALUES
 
 
-def reason_not_to_choose(implementation: str, cache: Cache, options: Options) -> str:
-    """Returns why `auto` leaves latents to the reference, or an empty string."""
-    if implementation != "auto" or not has_sizes(cache, options):
-        return ""
-    return "the kernel for latents is untried; implementation='mosaic_gpu' runs it"
-
-
 def obstacle(q: Any, cache: Cache, sinks: Any, options: Options) -> tuple[str, str]:
     """Returns problem and remedy of latents without a kernel, or empty strings."""
     if cache.values is not cache.keys:
