@@ -47,6 +47,8 @@ HEAD_SIZES = (64, 96, 128, 256)
 """Channels per head of the attention kernels."""
 DTYPES = ("bfloat16", "float16")
 """Dtypes of the arrays of all kernels but quantisation."""
+FLOAT8 = "float8_e4m3fn"
+"""Dtype of codes and pages of 8 bits that some kernels read."""
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 or H200."""
 
@@ -127,6 +129,22 @@ def first_device() -> tuple[str, tuple[int, int]]:
         return "rocm", (0, 0)
     major, minor = device.compute_capability.split(".")
     return "cuda", (int(major), int(minor))
+
+
+def untried(requested: str, what: str) -> str:
+    """Returns why `auto` leaves arrays to the reference, for a kernel that is new.
+
+    Until a kernel has run on a GPU, it runs only where asked for.
+
+    Example:
+        >>> untried("auto", "pages in float8")
+        "the kernel for pages in float8 is untried; implementation='mosaic_gpu' runs it"
+        >>> untried("mosaic_gpu", "pages in float8")
+        ''
+    """
+    if requested != "auto":
+        return ""
+    return f"the kernel for {what} is untried; implementation='mosaic_gpu' runs it"
 
 
 def dtype_obstacle(*arrays: Any) -> tuple[str, str]:

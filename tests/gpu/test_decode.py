@@ -81,12 +81,14 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("page_dtype", ["", "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_computes_what_the_reference_does(name, dtype):
+def test_kernel_computes_what_the_reference_does(name, dtype, page_dtype):
     """Also where pages of nobody, and places behind the end of a row, are NaN."""
     *floats, pages, starts, counts = make_case(**CASES[name]["case"])
-    arrays = [jnp.asarray(x, dtype) for x in floats]
+    q, *pools = (jnp.asarray(x, dtype) for x in floats)
+    arrays = [q, *(x.astype(page_dtype or dtype) for x in pools)]
     settings = CASES[name].get("settings", {})
 
     def run(implementation):
@@ -138,18 +140,20 @@ def test_tokens_are_rotated_and_written(name, num_tokens):
         rotations.assert_rotated(found, arrays, settings, arrays[0].dtype)
 
 
+@pytest.mark.parametrize("page_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("num_rows", [1, 8, 40])
-def test_attention_sees_the_token_that_was_just_written(num_rows):
+def test_attention_sees_the_token_that_was_just_written(num_rows, page_dtype):
     """Fails if a kernel that starts early reads pages or queries too soon."""
     starts = np.int32([700 - 9 * row for row in range(num_rows)])
     case = make_case(starts, [1] * num_rows, heads=32, num_heads=8, size=128)
     keys, values = (jnp.nan_to_num(jnp.asarray(x, jnp.bfloat16)) for x in case[1:3])
+    keys, values = keys.astype(page_dtype), values.astype(page_dtype)
     products = jax.random.normal(jax.random.key(0), (10, num_rows, 48 * 128))
 
     @functools.partial(jax.jit, static_argnums=(2, 3))
     def run(keys, values, early, implementation):
         outputs, settings = [], dict(early=early, implementation=implementation)
-        for product in products.astype(keys.dtype):
+        for product in products.astype(jnp.bfloat16):
             q, keys, values = rotate_and_write(
                 product, keys, values, *case[3:], **settings
             )

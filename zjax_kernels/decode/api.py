@@ -9,11 +9,13 @@ from jax import Array
 from zjax_kernels.decode.latent import shapes as latents
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.device import (
+    FLOAT8,
     choose_implementation,
     describe,
     dtype_obstacle,
     load_implementation,
     refuse,
+    untried,
 )
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -47,7 +49,7 @@ def paged_attention(
     Args:
         q: [C, T, H, D] queries of T tokens of each chunk.
         keys: [N, KV, page size, D] keys of all rows, in pages; H is a multiple of KV.
-            Keys and values may be in float8, which is read in the dtype of `q`.
+            Keys and values may be in float8_e4m3fn, which is read in the dtype of `q`.
         values: [N, KV, page size, Dv] values, in the pages of the keys.
         pages: int32[C, P], pages of the row of each chunk, in order; behind the end of
             the row, and before the window of the first token, any page.
@@ -65,13 +67,13 @@ def paged_attention(
             chunks of one token, pages, starts, counts and keys at positions before
             `starts` are read without this wait: the operation before may have written
             only `q`, and keys and values at `starts`.
-        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, D and Dv both 64,
-            128 or 256, pages of 16, 32, ... 256 tokens), `reference` (anywhere, any
-            sharding of heads), or `auto`: `mosaic_gpu` where possible, logged once.
-            Latents, which `mosaic_gpu` reads once, are
-            one array for keys and values, with D a multiple of 64 up to 576, a smaller
-            `value_size` of 128, 256, 384 or 512, and H / KV 8, 16, 32, 64 or 128,
-            without window, cap and sinks.
+        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, or pages in float8,
+            D and Dv both 64, 128 or 256, pages of 16, 32, ... 256 tokens), `reference`
+            (anywhere, any sharding of heads), or `auto`: `mosaic_gpu` where possible,
+            logged once, but `reference` for float8. Latents, which `mosaic_gpu` reads
+            once, are one array for keys and values, with D a multiple of 64 up to 576,
+            a smaller `value_size` of 128, 256, 384 or 512, and H / KV 8, 16, 32, 64 or
+            128, without window, cap and sinks.
 
     Returns:
         [C, T, H, Dv], or [C, T, H, value_size], in the dtype of `q`; 0 for tokens that
@@ -103,10 +105,12 @@ def paged_attention(
         early=early,
     )
     problem, remedy = _obstacle(q, cache, sinks, options)
+    if keys.dtype == FLOAT8:
+        problem = problem or untried(implementation, "pages in float8")
     chosen = choose_implementation(
         implementation,
         "paged attention",
-        f"{q.dtype.name}, head size {size}, pages of {keys.shape[2]}",
+        f"{keys.dtype.name}, head size {size}, pages of {keys.shape[2]}",
         problem=problem,
         remedy=remedy,
     )
@@ -121,7 +125,8 @@ def _obstacle(
 ) -> tuple[str, str]:
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
     are_latents = latents.has_sizes(cache, options)
-    obstacle = dtype_obstacle(q, cache.keys, cache.values)
+    are_narrow = cache.keys.dtype == cache.values.dtype == FLOAT8 and not are_latents
+    obstacle = dtype_obstacle(q, *([] if are_narrow else cache[:2]))
     if are_latents and not any(obstacle):
         obstacle = latents.obstacle(q, cache, sinks, options)
     if any(obstacle):

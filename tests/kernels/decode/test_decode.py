@@ -144,9 +144,9 @@ REFUSED = {
         {},
         "it needs bfloat16 or float16 and the arrays are float32; cast them",
     ),
-    "a cache in float8": (
-        dict(dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn),
-        "it needs bfloat16 or float16 and the arrays are bfloat16, float8_e4m3fn; cast "
+    "a cache in float8_e5m2": (
+        dict(dtype=jnp.bfloat16, cache_dtype=jnp.float8_e5m2),
+        "it needs bfloat16 or float16 and the arrays are bfloat16, float8_e5m2; cast "
         "them",
     ),
     "heads of 96 channels": (

@@ -37,6 +37,17 @@ QUICK = {
         ),
         settings=dict(window=40, sinks=np.linspace(-1, 3, 7, dtype=np.float32)),
     ),
+    "pages in float8": dict(
+        case=dict(starts=[300, 15, 0, 63], counts=[1, 1, 0, 1], page_size=64, size=128),
+        settings=dict(soft_cap=1.5),
+        page_dtype=jnp.float8_e4m3fn,
+    ),
+    "small pages in float8, a window": dict(
+        case=dict(starts=[200, 0], counts=[5, 7], tokens=8, page_size=16, window=90),
+        settings=dict(window=90),
+        dtype=jnp.float16,
+        page_dtype=jnp.float8_e4m3fn,
+    ),
     "more keys than stages": dict(
         case=dict(starts=[310, 200], counts=[3, 1], tokens=3, page_size=256, size=128),
         settings=dict(scale=0.3),
@@ -64,10 +75,11 @@ def test_kernel_is_attention_over_the_keys_of_the_row(monkeypatch, capfd, name):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
-def assert_attention(monkeypatch, case, settings, dtype=jnp.bfloat16):
+def assert_attention(monkeypatch, case, settings, dtype=jnp.bfloat16, page_dtype=None):
     arrays = make_case(**case)
     *floats, pages, starts, counts = arrays
-    q, keys, values = (jnp.asarray(x, dtype) for x in floats)
+    q, *pools = (jnp.asarray(x, dtype) for x in floats)
+    keys, values = (x.astype(page_dtype or dtype) for x in pools)
     cache, tuning = Cache(keys, values, pages, starts, counts), Tuning(2, 1, 1)
     # The interpreter has no clusters, in which programs share the keys of a row.
     monkeypatch.setattr(work, "NUM_SMS", 1)
@@ -89,6 +101,7 @@ def assert_attention(monkeypatch, case, settings, dtype=jnp.bfloat16):
     assert not found[~counted].any()
 
 
+@pytest.mark.parametrize("page_dtype", ["", "float8_e4m3fn"])
 @pytest.mark.parametrize("settings", [{}, dict(window=100, soft_cap=2.0)])
 @pytest.mark.parametrize(
     ("size", "page_size", "tokens", "group"),
@@ -101,16 +114,26 @@ def assert_attention(monkeypatch, case, settings, dtype=jnp.bfloat16):
     ],
 )
 def test_every_variant_lowers_for_cuda(
-    on_hopper, size, page_size, tokens, group, settings
+    on_hopper, size, page_size, tokens, group, settings, page_dtype
 ):
     """Fails if the kernel asks for what Mosaic cannot do: copies, layouts, products."""
     dtype = jnp.float16 if settings else jnp.bfloat16
     q = jax.ShapeDtypeStruct((3, tokens, 2 * group, size), dtype)
-    pool = jax.ShapeDtypeStruct((40, 2, page_size, size), dtype)
+    shape = 40, 2, page_size, size
+    pool = jax.ShapeDtypeStruct(shape, jnp.dtype(page_dtype or dtype))
     pages = jax.ShapeDtypeStruct((3, 64), jnp.int32)
     places = jax.ShapeDtypeStruct((3,), jnp.int32)
-    run = functools.partial(paged_attention, **settings)
+    run = functools.partial(paged_attention, implementation="mosaic_gpu", **settings)
     assert num_kernels(run, q, pool, pool, pages, places, places) == 1
+
+
+def test_pages_in_float8_take_the_kernel_where_asked_for(on_hopper):
+    """Fails if a kernel that has not run on a GPU is chosen, or cannot be asked for."""
+    q, pool, _, *places = decoded(chunks=1, heads=8, num_heads=8)
+    pool = jax.ShapeDtypeStruct(pool.shape, jnp.float8_e4m3fn)
+    for implementation, count in ("auto", 0), ("mosaic_gpu", 1):
+        run = functools.partial(paged_attention, implementation=implementation)
+        assert num_kernels(run, q, pool, pool, *places) == count
 
 
 @pytest.mark.parametrize("early", [False, True])

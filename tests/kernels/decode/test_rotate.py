@@ -28,6 +28,24 @@ CASES = {
         heads=4, num_heads=4, size=64, half=0, has_bias=True, dtype=jnp.float16
     ),
     "wide heads, one of keys": dict(heads=3, num_heads=1, size=256, half=128),
+    "pages in float8, some numbers beyond its largest": dict(
+        heads=6,
+        num_heads=2,
+        size=64,
+        half=32,
+        has_bias=True,
+        page_dtype=jnp.float8_e4m3fn,
+        magnitude=200.0,
+    ),
+    "pages in float8, norms": dict(
+        heads=4,
+        num_heads=2,
+        size=128,
+        half=32,
+        has_norms=True,
+        dtype=jnp.float16,
+        page_dtype=jnp.float8_e4m3fn,
+    ),
 }
 
 
@@ -41,6 +59,8 @@ def make_case(
     has_bias=False,
     scale=1.0,
     dtype=jnp.bfloat16,
+    page_dtype=None,
+    magnitude=1.0,
     num_tokens=4,
     page_size=16,
 ):
@@ -67,11 +87,13 @@ def make_case(
     if not half:
         settings["rotation"] = None
     places = map(np.int32, (pages, starts, counts))
-    return (draw(num_tokens, width), draw(*pool), draw(*pool), *places), settings
+    pools = [draw(*pool).astype(page_dtype or dtype) for _ in range(2)]
+    return (draw(num_tokens, width) * magnitude, *pools, *places), settings
 
 
 def rotated(product, keys, values, pages, starts, counts, settings):
     """What the call makes in NumPy, one head of a token at a time."""
+    largest = float(jnp.finfo(keys.dtype).max)
     product, keys, values = (np.array(x, np.float64) for x in (product, keys, values))
     _, num_heads, page_size, size = keys.shape
     heads = product.shape[1] // size - 2 * num_heads
@@ -94,6 +116,7 @@ def rotated(product, keys, values, pages, starts, counts, settings):
                 q[token, 0, number] = head * settings["query_scale"]
             elif counts[token]:
                 pool = values if is_value else keys
+                head = np.clip(head, -largest, largest)
                 pool[page, (number - heads) % num_heads, slot] = head
     return q, keys, values
 
@@ -101,10 +124,15 @@ def rotated(product, keys, values, pages, starts, counts, settings):
 def assert_rotated(found, arrays, settings, dtype):
     """Compares in the precision of a dtype; other places of the pools are as before."""
     expected = rotated(*arrays, settings)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == dtype and one.shape == other.shape
-        eps = float(jnp.finfo(dtype).eps)
-        np.testing.assert_allclose(np.float64(one), other, rtol=4 * eps, atol=4 * eps)
+    dtypes = dtype, arrays[1].dtype, arrays[2].dtype
+    for one, other, each in zip(found, expected, dtypes, strict=True):
+        assert one.dtype == each and one.shape == other.shape
+        eps = 4 * float(jnp.finfo(dtype).eps)
+        least = eps * np.abs(np.float64(arrays[0])).max()
+        if each != dtype:
+            # Half a step, of normal numbers and of numbers near 0.
+            eps, least = eps + 2.0**-4, least + 2.0**-10
+        np.testing.assert_allclose(np.float64(one), other, rtol=eps, atol=least)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,7 +172,8 @@ def test_kernel_rotates_and_writes(capfd, name):
 def lowered(case, *, in_loop=False, **given):
     """The program of a call for CUDA, which donates the pools."""
     arrays, settings = make_case(**case)
-    call = functools.partial(rotate_and_write, **(settings | given))
+    settings |= {"implementation": "mosaic_gpu"} | given
+    call = functools.partial(rotate_and_write, **settings)
 
     def run(product, keys, values, *places):
         def step(_, pools):

@@ -29,7 +29,7 @@ from zjax_kernels.decode.mosaic_gpu.work import (
 from zjax_kernels.decode.reference import Cache, Options
 from zjax_kernels.decode.tuning import H200, Tuning
 from zjax_kernels.sparse.mosaic_gpu import arithmetic as logits
-from zjax_kernels.sparse.mosaic_gpu.arithmetic import ROWS, Arithmetic, index
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import ROWS, Arithmetic, index, widen
 from zjax_kernels.warpgroups import CLUSTER, launch
 
 
@@ -42,10 +42,10 @@ def paged_attention(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Array:
-    """Runs `reference.paged_attention` on a Hopper GPU, for 16-bit arrays.
+    """Runs `reference.paged_attention` on a Hopper GPU, for queries of 16 bits.
 
-    A `tuning` of None is chosen by head size; `interpret` holds the interpreter's
-    parameters, None on a GPU.
+    Keys and values have the dtype of the queries, or float8. A `tuning` of None is
+    chosen by head size; `interpret` holds the interpreter's parameters, None on a GPU.
     """
     sizes = Sizes.of(q, cache, tuning or H200[q.shape[-1]])
 
@@ -73,7 +73,7 @@ def paged_attention(
         body,
         (q, sinks, *cache),
         [jax.ShapeDtypeStruct(q.shape, q.dtype), *[shared] * (sizes.splits > 1)],
-        Memory.allocate(sizes, q, interpret),
+        Memory.allocate(sizes, q, cache.keys.dtype, interpret),
         num_programs=sizes.items,
         cluster_size=sizes.splits,
         interpret=interpret,
@@ -153,7 +153,7 @@ class _Program(Tile):
             stage, following = self.stage(nth), nth + stages
             after = self.read_pages(self.cache.pages, following + 1)
             plgpu.barrier_wait(self.memory.keys_ready.at[stage])
-            keys = self.memory.keys.at[stage]
+            keys = self.widened(self.memory.keys.at[stage], self.memory.wide[0])
             q = [rows.tiled for rows in self.memory.q]
             scores = self.arithmetic.product_of_chunks(q, keys)
             # The scores are in registers: the keys may be overwritten.
@@ -165,8 +165,9 @@ class _Program(Tile):
             row_sum = row_sum * correction + p.sum(axis=1)
             out = out * logits.per_row(correction, out.shape)
             plgpu.barrier_wait(self.memory.values_ready.at[stage])
-            self.hide_values(nth)
             values = self.memory.values.at[stage]
+            values = self.widened(values, self.memory.wide[1])
+            self.hide_values(values, nth)
             [out] = self.arithmetic.accumulate((out, p, values))
             self.copy("values", following, pages, self.place.num_steps)
             return (out, new_max, row_sum), after
@@ -197,9 +198,25 @@ class _Program(Tile):
             scores = jnp.where(after < self.options.window, scores, -jnp.inf)
         return scores
 
-    def hide_values(self, step: Array) -> None:
-        """Puts 0 in the place of values behind the end of the row."""
-        ref, left = self.memory.values.at[self.stage(step)], self.num_left(step)
+    def widened(self, ref: Any, wide: Any) -> Any:
+        """Returns keys or values of a step in the dtype of the queries.
+
+        Tensor cores read both operands in one dtype, and the second in shared memory.
+        The warps wait for one another between keys and values, so that nobody reads
+        what the next step writes.
+        """
+        if wide is None:
+            return ref
+        numbers = self.arithmetic.load(
+            ref, plgpu.Layout.WGMMA_UPCAST_2X, optimized=False
+        )
+        wide[...] = widen(numbers, wide.dtype)
+        plgpu.commit_smem()  # tensor cores must see the writes of registers
+        return wide
+
+    def hide_values(self, ref: Any, step: Array) -> None:
+        """Puts 0 in the place of values of a step behind the end of the row."""
+        left = self.num_left(step)
 
         @pl.when(left < STEP)
         def _():

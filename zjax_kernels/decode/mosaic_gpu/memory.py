@@ -44,15 +44,17 @@ class Memory(NamedTuple):
     Args:
         q: Queries, `Rows` of each 64 channels.
         out: Merged outputs in the place of queries, `Rows` of some channels each.
-        keys: [stages, STEP, D] keys.
+        keys: [stages, STEP, D] keys, in the dtype of the pages.
         shared: float32[rows, D / splits] channels of the outputs of all programs of a
             cluster, in the place of keys that nobody reads any more. Programs have
             `Sizes.shared_rows` each, and rows behind the last complete its tile. None
             without splits.
         levels: float32[rows, NUMBERS] log-sum-exps of these rows.
-        values: [stages, STEP, D] values.
+        values: [stages, STEP, D] values, in the dtype of the pages.
+        wide: [STEP, D] keys of a step, and values, in the dtype of the queries; None
+            twice where pages have it.
         found: float32[TILE, D + NUMBERS] outputs of the program and log-sum-exps, in
-            the place of values; None without splits.
+            the place of values, or of `wide`; None without splits.
         q_ready: Barrier on which the queries arrive.
         keys_ready: Barriers per stage on which keys arrive.
         values_ready: Barriers per stage on which values arrive.
@@ -66,6 +68,7 @@ class Memory(NamedTuple):
     shared: Any
     levels: Any
     values: Any
+    wide: Any
     found: Any
     q_ready: Any
     keys_ready: Any
@@ -74,10 +77,14 @@ class Memory(NamedTuple):
     shared_ready: Any
 
     @classmethod
-    def allocate(cls, sizes: Sizes, q: Any, interpret: Any) -> "Memory":
+    def allocate(
+        cls, sizes: Sizes, q: Any, page_dtype: Any, interpret: Any
+    ) -> "Memory":
         """Returns types of shared memory and barriers, to be named by `of`."""
         size, stages, splits = q.shape[-1], sizes.tuning.stages, sizes.splits
-        ring = _tiled((stages, STEP, size), q.dtype)
+        ring = _tiled((stages, STEP, size), page_dtype)
+        is_narrow = page_dtype != q.dtype
+        wide: Any = [_tiled((STEP, size), q.dtype) if is_narrow else None] * 2
         num_chunks, width = size // CHUNK, size // splits
         rows: list[Any] = [Rows.types(sizes, CHUNK, q.dtype)] * num_chunks
         num_boxes, keys, values = 1, ring, ring
@@ -93,7 +100,11 @@ class Memory(NamedTuple):
             num_rows = (splits - 1) * sizes.shared_rows + TILE
             shared, levels = _sums((num_rows, width)), _sums((num_rows, NUMBERS))
             keys = plgpu.RefUnion(ring, [shared, levels])
-            values = plgpu.RefUnion(ring, _sums((TILE, size + NUMBERS)))
+            found = _sums((TILE, size + NUMBERS))
+            if is_narrow:
+                wide = plgpu.RefUnion(wide, found)
+            else:
+                values = plgpu.RefUnion(ring, found)
         barrier = plgpu.Barrier(num_arrivals=sizes.copies, num_barriers=stages)
         all_shared = plgpu.ClusterBarrier(collective_axes=(CLUSTER,))
         return cls(
@@ -103,6 +114,7 @@ class Memory(NamedTuple):
             shared=None,
             levels=None,
             values=values,
+            wide=wide,
             found=None,
             q_ready=plgpu.Barrier(num_arrivals=num_chunks * num_boxes),
             keys_ready=barrier,
@@ -120,11 +132,15 @@ class Memory(NamedTuple):
         q = [Rows(*views[:2]) for views in map(tuple, self.q)]
         if sizes.splits == 1:
             return self._replace(q=q, out=q)
-        (keys, [shared, levels]), (values, found) = self.keys, self.values
+        keys, [shared, levels] = self.keys
+        if isinstance(self.wide, list):
+            (values, found), wide = self.values, self.wide
+        else:
+            values, (wide, found) = self.values, self.wide
         width = values.shape[-1] // sizes.splits
         first = tuple(self.q[0])
         out = [Rows(*first[2:])] if width < CHUNK else q[: width // CHUNK]
-        merging = {"shared": shared, "levels": levels, "found": found}
+        merging = {"shared": shared, "levels": levels, "wide": wide, "found": found}
         return self._replace(q=q, out=out, keys=keys, values=values, **merging)
 
 
@@ -134,7 +150,9 @@ def _sums(shape: tuple[int, int]) -> Any:
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
-    """Allocates matrices in tiles of 8 swizzled rows of `swizzle` bytes."""
-    width = swizzle // jnp.dtype(dtype).itemsize
+    """Allocates matrices in tiles of 8 swizzled rows of up to `swizzle` bytes."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = min(swizzle, shape[-1] * itemsize)
+    width = swizzle // itemsize
     tiling = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM(shape, dtype, transforms=tiling)

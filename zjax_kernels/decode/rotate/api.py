@@ -8,11 +8,13 @@ from jax import Array
 from zjax_kernels.decode.api import HEAD_SIZES
 from zjax_kernels.decode.rotate.reference import Operands, Options
 from zjax_kernels.device import (
+    FLOAT8,
     choose_implementation,
     describe,
     dtype_obstacle,
     load_implementation,
     refuse,
+    untried,
 )
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -44,7 +46,8 @@ def rotate_and_write(
 
     Args:
         product: [N, (H + 2 KV) D] queries, keys and values of N tokens, side by side.
-        keys: [pages, KV, page size, D] keys of all rows.
+        keys: [pages, KV, page size, D] keys of all rows. In float8_e4m3fn, magnitudes
+            beyond 448, the largest, become 448.
         values: [pages, KV, page size, D] values of all rows.
         pages: int32[N, P], pages of the row of each token, in order.
         starts: int32[N], position of each token in the row.
@@ -57,10 +60,11 @@ def rotate_and_write(
         query_scale: Factor of the rotated queries.
         early: Whether the kernel is launched while the operations before still run, and
             waits for their results on the GPU (dependent launch, JAX 0.11.2 or newer).
-        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays of one dtype, D of
-            64, 128 or 256, `half` and D - 2 `half` multiples of 32, 4 heads or more),
-            `reference` (anywhere, any sharding of heads), or `auto`: `mosaic_gpu` where
-            possible, logged once.
+        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays of one dtype, or
+            pages in float8, D of 64, 128 or 256, `half` and D - 2 `half` multiples of
+            32, 4 heads or more), `reference` (anywhere, any sharding of heads), or
+            `auto`: `mosaic_gpu` where possible, logged once, but `reference` for
+            float8.
 
     Returns:
         [N, 1, H, D] queries in the dtype of `product`, keys and values. There is no
@@ -104,6 +108,8 @@ def rotate_and_write(
         early=early,
     )
     problem, remedy = _obstacle(operands, keys, values)
+    if keys.dtype == FLOAT8:
+        problem = problem or untried(implementation, "pages in float8")
     chosen = choose_implementation(
         implementation,
         "rotation of decoded tokens",
@@ -118,7 +124,8 @@ def rotate_and_write(
 def _obstacle(operands: Operands, keys: Array, values: Array) -> tuple[str, str]:
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
     _, num_heads, size = operands.product.shape
-    obstacle = dtype_obstacle(operands.product, keys, values)
+    are_narrow = keys.dtype == values.dtype == FLOAT8
+    obstacle = dtype_obstacle(operands.product, *([] if are_narrow else [keys, values]))
     if any(obstacle):
         return obstacle
     if size not in HEAD_SIZES:

@@ -27,6 +27,8 @@ from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
 
 HEADS = 4
 """Heads of a program: a warp for each."""
+_COPY_BYTES = 128
+"""Bytes to a multiple of which the source of a copy is aligned."""
 LANES = 32
 """Lanes of a warp, over which channels are distributed."""
 
@@ -39,9 +41,10 @@ def rotate_and_write(
     *,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """Runs `reference.rotate_and_write` on a Hopper GPU, for 16-bit arrays.
+    """Runs `reference.rotate_and_write` on a Hopper GPU, for products of 16 bits.
 
-    `interpret` holds the interpreter's parameters, None on a GPU.
+    Pages have the dtype of the product, or float8. `interpret` holds the interpreter's
+    parameters, None on a GPU.
     """
     num_tokens, num_heads, size = operands.product.shape
     tiles = -(-num_heads // HEADS)
@@ -73,13 +76,51 @@ def rotate_and_write(
         body,
         (operands, *pools),
         [jax.ShapeDtypeStruct(shape, operands.product.dtype)],
-        plgpu.SMEM((HEADS, size), operands.product.dtype),
+        _Finished.types(size, operands.product.dtype, keys.dtype),
         num_programs=num_tokens * tiles,
         interpret=interpret,
         approx_math=True,  # rsqrt is a single instruction
         reduction_scratch_bytes=0,  # heads are reduced within a warp
     )
     return q, jax.freeze(pools[0]), jax.freeze(pools[1])
+
+
+class _Finished(NamedTuple):
+    """Finished heads in shared memory.
+
+    Args:
+        heads: [HEADS, D] heads in the dtype of the product.
+        narrow: [HEADS, D or more] heads in the dtype of the pages; None where it is the
+            dtype of the product.
+    """
+
+    heads: Any
+    narrow: Any
+
+    @classmethod
+    def types(cls, size: int, dtype: Any, page_dtype: Any) -> "_Finished":
+        """Returns the types of shared memory."""
+        narrow = None
+        if page_dtype != dtype:
+            # Copies of heads begin at multiples of 128 bytes.
+            narrow = plgpu.SMEM((HEADS, max(size, _COPY_BYTES)), page_dtype)
+        return cls(plgpu.SMEM((HEADS, size), dtype), narrow)
+
+    def store(self, channels: Any, numbers: Array) -> None:
+        """Stores channels of all heads, float32[HEADS, n]."""
+        rounded = numbers.astype(self.heads.dtype)
+        self.heads.at[:, channels][...] = rounded
+        if self.narrow is not None:
+            # Pages hold what has been rounded to the dtype of the product.
+            largest = float(jnp.finfo(self.narrow.dtype).max)
+            wide = jnp.clip(rounded.astype(jnp.float32), -largest, largest)
+            self.narrow.at[:, channels][...] = wide.astype(self.narrow.dtype)
+
+    def for_pages(self, nth: int) -> Any:
+        """Returns a head as pages store it."""
+        if self.narrow is None:
+            return self.heads.at[nth]
+        return self.narrow.at[nth, pl.ds(0, self.heads.shape[1])]
 
 
 class _Span(NamedTuple):
@@ -175,14 +216,14 @@ class _Heads:
         is_written = self.operands.counts[self.token] > 0
         return _Slot(page, lax.rem(position, index(page_size)), is_written)
 
-    def rotate(self, raw: list[Array], num_keys: int, target: Any) -> None:
+    def rotate(self, raw: list[Array], num_keys: int, target: _Finished) -> None:
         """Writes the finished heads to shared memory."""
         first_value = self.options.num_queries + num_keys
         found = self.turn(self.normalize(raw))
         for x, y, span in zip(raw, found, self.spans, strict=True):
             y *= self.select(self.options.num_queries, self.options.query_scale, 1.0, y)
             y = self.select(first_value, y, x, y)
-            target.at[:, span.channels][...] = y.astype(target.dtype)
+            target.store(span.channels, y)
         plgpu.commit_smem()  # copies must see the writes of registers
 
     def select(self, end: int, before: Any, behind: Any, like: Array) -> Any:
@@ -231,7 +272,12 @@ class _Heads:
         return [x * cos - y * sin, y * cos + x * sin, *others]
 
     def write(
-        self, source: Any, slot: _Slot, q_ref: Any, keys_ref: Any, values_ref: Any
+        self,
+        source: _Finished,
+        slot: _Slot,
+        q_ref: Any,
+        keys_ref: Any,
+        values_ref: Any,
     ) -> None:
         """Copies heads from shared memory to the queries, or to the pages."""
         num_keys, first_key = keys_ref.shape[1], self.options.num_queries
@@ -248,8 +294,10 @@ class _Heads:
                 is_here = (head >= ends[number]) & (head < ends[number + 1])
                 is_here &= head >= self.own
 
+                finished = source.for_pages(nth) if number else source.heads.at[nth]
+
                 @pl.when(is_here & slot.is_written if number else is_here)
-                def _(nth=nth, head=head, target=target):
-                    plgpu.copy_smem_to_gmem(source.at[nth], target(head))
+                def _(finished=finished, head=head, target=target):
+                    plgpu.copy_smem_to_gmem(finished, target(head))
 
         plgpu.wait_smem_to_gmem(0)

@@ -184,6 +184,15 @@ def _dot(x, y):
     return jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32))
 
 
+def widen(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts float8 in registers to 16 bits, without rounding.
+
+    Hopper GPUs convert float8_e4m3fn to float16 alone.
+    """
+    half = x.astype(jnp.float16)
+    return half if dtype == half.dtype else half.astype(jnp.float32).astype(dtype)
+
+
 LOG2E = math.log2(math.e)
 """Factor of scores in base 2: the exponential instruction of GPUs is exp2."""
 
