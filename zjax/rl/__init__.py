@@ -48,6 +48,8 @@ from zjax.rl.objective import (
 )
 from zjax.rl.packing import Packed, pack
 from zjax.rl.policy import logprobs_of, policy_loss, policy_model
+from zjax.rl.policy import policy_loss, policy_model
+from zjax.rl.preference_model import preference_model
 from zjax.rl.preferences import (
     Pairs,
     apo_zero_loss,
@@ -128,6 +130,7 @@ __all__ = [
     "policy_model",
     "ranking_loss",
     "read_rollouts",
+    "preference_model",
     "reinforce_loss",
     "reverse_kl",
     "rloo_advantages",

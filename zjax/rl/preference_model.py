@@ -1,0 +1,70 @@
+"""The decoder with an objective on examples as its loss."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.data.example_rows import DESIRABLE, EXAMPLES, REFERENCE
+from zjax.errors import ConfigError, Problem
+from zjax.models.build import make_model
+from zjax.rl.comparisons import DIVERGENCE, comparison_sums
+from zjax.settings.preference import Kto
+from zjax.settings.schema import Config
+from zjax.stack.forward import with_stack
+from zjax.typing import IGNORED, Entry, Model
+
+
+def preference_model(config: Config) -> Model:
+    """Makes the decoder of `config.model` with `config.preference` as its loss.
+
+    Log-probabilities are computed in chunks of `model.loss_chunk_tokens`, so that no
+    array has the size of tokens times vocabulary. A row holds whole examples: loss and
+    metrics do not depend on microbatches or the mesh.
+
+    Args:
+        config: Settings, as for `zjax.make_model`, with `preference`.
+
+    Returns:
+        The model, whose batches are rows of prepared examples, for
+        `zjax.rl.PreferenceTrainer`.
+
+    Raises:
+        ConfigError: There is no `preference`.
+
+    Example:
+        >>> from zjax import load_config
+        >>> model = preference_model(load_config({"preference": "dpo"}))
+        >>> sorted(model.entries)[:2]
+        ['examples', 'positions']
+    """
+    objective = config.preference
+    if objective is None:
+        problem, remedy = "compares no completions", "choose an objective, such as dpo"
+        raise ConfigError(Problem("preference", None, problem, remedy))
+    model = make_model(config)
+    stack = model.stack
+    assert stack is not None and stack.target_logprobs is not None  # a decoder's
+    score = stack.target_logprobs
+
+    def head(params, carry, batch):
+        targets = jnp.where(batch["weights"] > 0, batch["targets"], IGNORED)
+        logprobs = score(params, carry, targets, 1.0).logprobs
+        return comparison_sums(objective, logprobs, batch)
+
+    entries = {k: v for k, v in model.entries.items() if not k.startswith("teacher/")}
+    for name in ("weights", "segment_ids", "positions"):
+        entries[name] = dataclasses.replace(entries[name], is_optional=False)
+    of_completions = ("B", "P", "K")
+    entries[EXAMPLES] = Entry(of_completions, np.integer, may_be_negative=False)
+    if objective.reads_reference:
+        entries[REFERENCE] = Entry(of_completions, jnp.floating)
+    if isinstance(objective, Kto):
+        entries[DESIRABLE] = Entry(("B", "P"), np.integer, num_ids=2)
+        entries[DIVERGENCE] = Entry((), jnp.floating, is_optional=True)
+    return dataclasses.replace(
+        with_stack(model, head=head),
+        entries=entries,
+        # A batch of tokens alone is no example of what the loss reads.
+        inputs=None,
+    )
