@@ -19,8 +19,8 @@ OBJECTIVES = {
     "simpo_beta2_gamma1": settings.Simpo(),
 }
 EXAMPLES = np.array([[[2, 1], [3, 4]], [[1, 2], [0, 0]]], np.int32)
-"""Segments of the pairs (0, 1), (2, 3) and (4, 5): of the first, the rejected completion
-comes first in the row."""
+"""Segments of the pairs (0, 1), (2, 3) and (4, 5). In the row of the first, the
+rejected completion comes first."""
 ORDER = np.array([[1, 0, 2, 3], [4, 5, -1, -1]])
 """Rows of the golden tensors, in the order of segments."""
 
@@ -46,13 +46,17 @@ def batch_of(**arrays):
 def sums_of(objective, values, fill=0, compute=comparisons.comparison_sums, **arrays):
     """Computes in float64, on the golden sequences packed with a fill elsewhere."""
     with jax.enable_x64(True):
-        found = compute(objective, jnp.asarray(packed(values, fill)), batch_of(**arrays))
+        found = compute(
+            objective, jnp.asarray(packed(values, fill)), batch_of(**arrays)
+        )
         return jax.tree.map(np.asarray, found)
 
 
 def reference():
     sums = (REF * MASK).sum(1)
-    return np.array([[[sums[0], sums[1]], [sums[2], sums[3]]], [[sums[4], sums[5]]] * 2])
+    return np.array(
+        [[[sums[0], sums[1]], [sums[2], sums[3]]], [[sums[4], sums[5]]] * 2]
+    )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

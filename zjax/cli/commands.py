@@ -45,10 +45,12 @@ from zjax.generation.loading import settings_of_huggingface
 from zjax.observe.progress import describe_values
 from zjax.ops.narrow import WEIGHT_DTYPES
 from zjax.processes import hold
+from zjax.rl.preference_trainer import PreferenceTrainer
 from zjax.run.ending import lowest_evaluation
 from zjax.run.trainer import Trainer
 from zjax.run.weights import fits_unsplit, open_run, without_start
 from zjax.settings.convert import current
+from zjax.settings.preference import Preference
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import PARTS, Part, choose_part, parts_of, with_part
@@ -162,14 +164,20 @@ def open_store(directory: str) -> Store:
     return Store(os.path.join(directory, "checkpoints"))
 
 
+def trainer_of(preference: Preference | None) -> type[Trainer]:
+    """Returns the trainer that reads an objective."""
+    return Trainer if preference is None else PreferenceTrainer
+
+
 def restored(config: Config, given: flags.FlagValues) -> tuple[Trainer, str]:
     """Restores a trainer from a checkpoint, and picks the kind of weights to use."""
     # A trainer with a given step creates no directory.
     if names_huggingface(given.run):
-        trainer = Trainer(config, step=0)
+        trainer = trainer_of(config.preference)(config, step=0)
     else:
         step = chosen_step(open_store(config.directory), given.step)
-        trainer = Trainer(without_start(config), step=step)
+        kind = trainer_of(config.preference)
+        trainer = kind(without_start(config), step=step)
     part = choose_part(given.part, parts_of(trainer.state))
     report_weights(part, trainer.step)
     return trainer, part
@@ -241,7 +249,8 @@ def evaluate(config: Config, given: flags.FlagValues) -> None:
     """Prints loss and metrics of a checkpoint on the evaluation data.
 
     Perplexity is exp(cross-entropy) in nats per token. It is printed for decoders
-    without `model.z_loss`, and the auxiliary loss of the router is subtracted first.
+    without `model.z_loss` and `preference`, and the auxiliary loss of the router is
+    subtracted first.
     """
     if not config.evaluation.num_batches:
         problem, remedy = "evaluates nothing", "use a number of batches, or -1 for all"
@@ -250,6 +259,7 @@ def evaluate(config: Config, given: flags.FlagValues) -> None:
     values = trainer.evaluate(part)
     entropy = values["eval_loss"] - values.get(f"eval_{AUXILIARY_LOSS}", 0.0)
     is_of_text = config.model.kind == "decoder" and not config.model.z_loss
+    is_of_text &= config.preference is None
     if is_of_text and entropy < _MAX_EXPONENT:
         values["eval_perplexity"] = math.exp(entropy)
     if jax.process_index() == 0:

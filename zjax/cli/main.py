@@ -30,7 +30,12 @@ from zjax.cli.usage import (
 )
 from zjax.config import flags as config_flags
 from zjax.config.flags import refuse_flags
-from zjax.data.prompts import as_talk, find_question, has_answers
+from zjax.data.prompts import (
+    as_talk,
+    find_question,
+    has_answers,
+    has_conversations,
+)
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.processes.agreement import versions
 from zjax.run.compiler import simulation, use_program_cache
@@ -54,7 +59,7 @@ def train(given: flags.FlagValues) -> None:
     with connected(config) as info, processes.hold(config.directory):
         several = info.num_processes > 1
         cache = use_program_cache(config.directory if several else "")
-        trainer = Trainer(config)
+        trainer = commands.trainer_of(config.preference)(config)
         if info.process_id == 0:
             print(f"compiled programs: {cache or 'not cached'}")
             if given.ds_config:
@@ -121,7 +126,7 @@ def sample_prompt(trainer: Trainer, flag: flags.Flag) -> np.ndarray | None:
     text = str(flag.value)
     if flag.present:
         message = {"role": "user", "content": text}
-        given = as_talk([message]) if has_answers(config.data) else text
+        given = as_talk([message]) if has_conversations(config.data) else text
         return trainer.encode_prompts([given])[0]
     if has_answers(config.data):
         return find_question(

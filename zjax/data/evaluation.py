@@ -145,7 +145,7 @@ def find_evaluation(
         rule = masking.make_rule(data, config.model.vocab_size, SEED)
         # Step 0: equal masks in every evaluation.
         rows = masking.MaskedRows(rows, rule, step=0)
-    return _evaluate_rows(rows, data, shardings, number, batch_size)
+    return evaluate_rows(rows, data, shardings, number, batch_size)
 
 
 def _wrap(
@@ -163,7 +163,7 @@ def _wrap(
     batches = wrapping.with_columns(batches, "evaluation_batches")
     if isinstance(batches, wrapping.ColumnDataset):
         rows = wrapping.ColumnRows(batches)
-        return _evaluate_rows(rows, data, shardings, num_batches, batch_size)
+        return evaluate_rows(rows, data, shardings, num_batches, batch_size)
     if isinstance(batches, Iterator):
         name = type(batches).__name__
         problem = "is an iterator, which gives other batches at each evaluation"
@@ -205,7 +205,7 @@ def _wrap(
     return EvaluationSet(open_batches, f"{which} of evaluation_batches")
 
 
-def _evaluate_rows(
+def evaluate_rows(
     rows: packing.Rows,
     data: schema.Data,
     shardings: placement.Shardings,

@@ -8,7 +8,8 @@ n, and a loader resumes by restarting at a step.
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -263,17 +264,21 @@ def sample_rows(
     *,
     seed: int,
     batch_size: int,
+    position: Mapping[str, Any] = MappingProxyType({}),
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
-    """Makes the loader of any rows, in the order of `seed`; see `load_draws`."""
+    """Makes the loader of any rows, in the order of `seed`; see `load_draws`.
+
+    `position` are values compared at resume besides rows, seed and batch size.
+    """
     check_batch_size(batch_size)
     order = sampler.Sampler(seed, len(rows), batch_size)
     return load_draws(
         WholeRows(rows, order, (batch_size,)),
         data,
         shardings,
-        position=_position(seed, len(rows), batch_size, rows.digest()),
+        position=_position(seed, len(rows), batch_size, rows.digest()) | position,
         start_step=start_step,
         num_batches=num_batches,
     )

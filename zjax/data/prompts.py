@@ -107,7 +107,7 @@ def make_prompts(data: schema.Data, vocab_size: int, chat: str = "") -> Prompts:
     prepared = data.path if data.source == "tokens" else ""
     if chat:
         tokenizer = _with_ends_of(tokenizer, chat)
-    return Prompts(tokenizer, chat or prepared, has_answers=has_answers(data))
+    return Prompts(tokenizer, chat or prepared, has_answers=has_conversations(data))
 
 
 def _with_ends_of(tokenizer: Tokenizer, chat: str) -> Tokenizer:
@@ -121,8 +121,15 @@ def _with_ends_of(tokenizer: Tokenizer, chat: str) -> Tokenizer:
 
 
 def has_answers(data: schema.Data) -> bool:
-    """Whether some data trains on the answers of conversations."""
+    """Whether some data trains on answers to prompts."""
     return data.source == "tokens" and store.read_meta(data.path).has_answers
+
+
+def has_conversations(data: schema.Data) -> bool:
+    """Whether some data trains on the answers of conversations."""
+    if not has_answers(data):
+        return False
+    return bool(store.read_meta(data.path).tokenizer.template_digest)
 
 
 def is_ids(given: Any) -> bool:

@@ -48,8 +48,8 @@ from zjax.rl.objective import (
 )
 from zjax.rl.packing import Packed, pack
 from zjax.rl.policy import logprobs_of, policy_loss, policy_model
-from zjax.rl.policy import policy_loss, policy_model
 from zjax.rl.preference_model import preference_model
+from zjax.rl.preference_trainer import PreferenceTrainer
 from zjax.rl.preferences import (
     Pairs,
     apo_zero_loss,
@@ -85,6 +85,7 @@ __all__ = [
     "ObjectiveSums",
     "Packed",
     "Pairs",
+    "PreferenceTrainer",
     "Reference",
     "Reinforce",
     "RewardPool",
@@ -128,9 +129,9 @@ __all__ = [
     "pack",
     "policy_loss",
     "policy_model",
+    "preference_model",
     "ranking_loss",
     "read_rollouts",
-    "preference_model",
     "reinforce_loss",
     "reverse_kl",
     "rloo_advantages",
