@@ -155,6 +155,7 @@ def test_flags_have_the_defaults_that_runs_were_made_with():
         "serve --drain_seconds": 30.0,
         "evaluate --part": "auto",
         "evaluate --step": "latest",
+        "data prepare --examples": "texts",
         "data prepare --tokenizer": "bytes",
         "data prepare --text_field": "text",
         "data prepare --validation_fraction": 0.01,
