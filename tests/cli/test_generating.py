@@ -1,5 +1,6 @@
 """Texts of `zjax generate`: prompts, flags, and files that are gone on with."""
 
+import dataclasses
 import gc
 import json
 import re
@@ -8,14 +9,17 @@ import sys
 
 import jax
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tests.support import small_llama, small_run
 from tests.support.allocated import bytes_here, weights_and_caches
 from tests.support.command_line import typed
 from tests.support.refusals import config_error
+from zjax import rl
 from zjax.cli import commands, generating, prompt_file
-from zjax.cli.prompt_file import chats_given, read_prompts, texts_given
+from zjax.cli.prompt_file import chats_given, read_prompts, rows_given, texts_given
 from zjax.cli.text_file import TextFile
 from zjax.data.prompts import as_talk
 from zjax.files import MAX_TEXT_BYTES
@@ -139,7 +143,7 @@ def test_weights_of_a_run_are_read_without_moments_and_held_once(tmp_path, monke
             whole = weights_and_caches(generator)[0]
             written = generator.generate(["5 6"])[0].text
         assert "5 6" + written == text
-        assert weights.startswith("ema" if part == "auto" else "raw")
+        assert weights.name.startswith("ema" if part == "auto" else "raw")
         # One block is there twice, of eight.
         assert max(peak) < 1.2 * whole
         assert {name.split("/")[0] for name in names} <= {"master", "ema"}
@@ -276,13 +280,13 @@ def test_a_file_that_another_command_writes_is_refused(tmp_path):
     """Fails if lines of two commands are mixed."""
     path = tmp_path / "out.jsonl"
     with TextFile(path, {}) as first:
-        first.write({"text": "a"})
+        first.write(b"a\n")
         with config_error(
             f"--output='{path}' is written by another command; wait until it ends, or "
             "name another file"
         ):
             TextFile(path, {})
-        first.write({"text": "b"})
+        first.write(b"b\n")
     with TextFile(path, {}) as again:
         assert again.num_prompts == 2
 
@@ -432,6 +436,164 @@ def test_drafts_are_told_and_change_no_text(tmp_path, capsys):
     assert 0 < accepted <= read
 
 
+SUMS = [
+    {"prompt": f"{x} {y}", "answer": x + y, "tags": ["a", None]}
+    for x, y in ((5, 6), (8, 9), (1, 2))
+]
+
+
+@pytest.fixture
+def records(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(x) + "\n" for x in SUMS))
+    return path
+
+
+def test_training_reads_rollouts(write, opened, records):
+    """Fails if a field is lost, or if log-probabilities are of another distribution."""
+    words = "--rollouts", "--num_samples=2", f"--file={records}"
+    rollouts = rl.read_rollouts(write(*words))
+    assert [(x.prompt, x.sample) for x in rollouts] == [
+        (n, sample) for n in range(3) for sample in range(2)
+    ]
+    sampling = Sampling(4, 2.0, seed=3, num_samples=2, num_logprobs=0)
+    drawn = dataclasses.replace(sampling, filtered_logprobs=True)
+    wanted = opened[0].generate([x["prompt"] for x in SUMS], drawn)
+    raw = opened[0].generate([x["prompt"] for x in SUMS], sampling)
+    for rollout, text in zip(rollouts, wanted, strict=True):
+        record = SUMS[rollout.prompt]
+        assert (rollout.given, rollout.text) == (record["prompt"], text.text)
+        assert rollout.row == {"answer": record["answer"], "tags": ["a", None]}
+        assert rollout.ids.tolist() == text.ids
+        ids = [int(x) for x in record["prompt"].split()]
+        assert rollout.prompt_ids.tolist() == text.prompt_ids == ids
+        np.testing.assert_allclose(rollout.logprobs, text.logprobs, atol=1e-5)
+        assert (rollout.step, rollout.temperature) == (8, 2.0)
+        assert rollout.sampling["top_k"] == 0 and rollout.rewards == {}
+    assert np.abs(rollouts[0].logprobs - raw[0].logprobs).max() > 0.1
+
+
+@pytest.mark.parametrize("num_lines", [0, 3, 4])
+def test_a_file_of_rollouts_is_gone_on_with(write, records, num_lines):
+    """Fails if the checksum of all lines begins anew, or a prompt gets another row."""
+    words = "--rollouts", "--num_samples=2", f"--file={records}"
+    output = write(*words)
+    whole = output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:num_lines]) + lines[num_lines][:50])
+    assert write(*words).read_bytes() == whole
+    with config_error(
+        f"--output='{output}' holds texts of top_k=0, not 40; name another file\n"
+        f"--output='{output}' holds texts of num_logprobs=0, not None; name another "
+        f"file\n--output='{output}' holds texts of filtered_logprobs=True, not False; "
+        "name another file"
+    ):
+        write("--num_samples=2", f"--file={records}")
+
+
+def test_rollouts_of_a_text_file_have_no_further_fields(write):
+    rollouts = rl.read_rollouts(write("--rollouts"))
+    assert [x.given for x in rollouts] == PROMPTS
+    assert [x.row for x in rollouts] == [{}] * len(PROMPTS)
+
+
+FILTERED = "draws from a filtered distribution, which training does not"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--output=a", "--top_k=40", "--min_p=.1", "--repetition_penalty=1.1"),
+            f"--top_k=40 {FILTERED}; use 0\n--min_p=0.1 {FILTERED}; use 0.0\n"
+            f"--repetition_penalty=1.1 {FILTERED}; use 1.0",
+        ),
+        (
+            ("--output=a", "--temperature=0"),
+            "--temperature=0.0 draws nothing, so that tokens have no probability to "
+            "learn from; use 1.0",
+        ),
+        ((), "--rollouts=True writes no file; name a file by --output"),
+        (
+            ("--output=a", "--num_logprobs=2", "--prompt_logprobs=0"),
+            "--num_logprobs=2 has no effect with --rollouts, whose lines have all that "
+            "training reads; leave it out\n"
+            "--prompt_logprobs=0 has no effect with --rollouts, whose lines have all "
+            "that training reads; leave it out",
+        ),
+    ],
+    ids=["filters", "greedy", "printed", "more"],
+)
+def test_rollouts_that_training_cannot_read_are_refused(words, message):
+    with config_error(message):
+        generating.read_sampling(typed("generate", "--rollouts", *words))
+
+
+TURNS = [{"role": "user", "content": "Why?"}]
+
+
+def test_prompts_of_rollouts_keep_all_other_fields(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    tools = [{"type": "function"}]
+    records = [
+        {"prompt": "Why?", "answer": 4},
+        {"prompt": TURNS, "tools": tools},
+        {"messages": TURNS, "answer": {"a": [1]}},
+    ]
+    path.write_text("".join(json.dumps(x) + "\n" for x in records))
+    pairs = [*rows_given(typed("generate", "--chat", f"--file={path}"))]
+    assert [x.messages for x, _ in pairs] == [TURNS] * 3
+    assert [x.tools for x, _ in pairs] == [None, tools, None]
+    rows = [{"answer": 4}, {"tools": tools}, {"answer": {"a": [1]}}]
+    assert [row for _, row in pairs] == rows
+    file = rows_given(typed("generate", "--text_field=text", f"--file={tables(path)}"))
+    assert [*file] == [("a", {"n": 1}), ("b", {"n": None})]
+    assert [*rows_given(typed("generate", "--prompt=a"))] == [("a", {})]
+
+
+def tables(path):
+    """A table beside a file."""
+    path = path.with_suffix(".parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", "b"], "n": [1, None]}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "problem"),
+    [
+        (
+            {"prompt": TURNS},
+            (),
+            "has no text as 'prompt' in line 1; choose another --text_field",
+        ),
+        (
+            {"text": "a"},
+            ("--chat",),
+            "has no text or messages as 'messages' in line 1; choose another "
+            "--text_field",
+        ),
+        (
+            {"prompt": "a", "completion": "b"},
+            (),
+            "has the field 'completion', an argument of rewards in line 1; name the "
+            "field otherwise, or make it JSON",
+        ),
+        (
+            {"prompt": "a", "answer": float("nan")},
+            (),
+            "has a number that is not finite in line 1; name the field otherwise, or "
+            "make it JSON",
+        ),
+    ],
+    ids=["messages", "no-prompt", "argument", "nan"],
+)
+def test_records_that_make_no_rollout_are_refused(record, words, problem, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record))
+    with config_error(f"--file='{path}' {problem}"):
+        rows_given(typed("generate", "--rollouts", f"--file={path}", *words))
+
+
 def test_processes_that_are_launched_write_one_file(tmp_path, monkeypatch):
     """Fails if each process writes the file, or prints the texts, for itself."""
     monkeypatch.chdir(tmp_path)
@@ -462,12 +624,11 @@ def test_dtypes_reach_the_generator_and_name_the_weights(tmp_path, monkeypatch):
 
     monkeypatch.setattr(commands, "Generator", make)
     plain, config = (f"--model={tmp_path}", "--max_rows=3"), small_run.make_config("a")
-    assert commands.open_generator(typed("generate", *plain), config)[1] == str(
-        tmp_path
-    )
+    weights = commands.open_generator(typed("generate", *plain), config)[1]
+    assert weights == (str(tmp_path), 0)
     for command in ("generate", "serve"):
         words = *plain, "--weight_dtype=int4", "--cache_dtype=float8"
-        name = commands.open_generator(typed(command, *words), config)[1]
+        name = commands.open_generator(typed(command, *words), config)[1].name
         assert name == f"{tmp_path}, weight_dtype=int4, cache_dtype=float8"
         dtypes = {"weight_dtype": "int4", "cache_dtype": "float8"}
         numbers = {"max_rows": 3, "max_length": 0, "num_drafts": 0}

@@ -149,18 +149,18 @@ def test_a_line_is_read_within_a_bound(path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("row", "why"),
+    ("stop", "why"),
     [
-        ({"a": float("nan")}, "Out of range float values are not JSON compliant"),
-        ({"a": {1}}, "Object of type set is not JSON serializable"),
+        (float("nan"), "Out of range float values are not JSON compliant"),
+        ({1}, "Object of type set is not JSON serializable"),
     ],
 )
-def test_what_is_no_json_costs_no_file(row, why, path):
+def test_what_is_no_json_costs_no_file(stop, why, path):
     """Fails if a rollout that cannot be written replaces rollouts that could."""
     rl.write_rollouts(path, make_all())
     before = path.read_bytes()
     with pytest.raises(DataError, match=f"rollout 7=2 is no JSON .{why}"):
-        rl.write_rollouts(path, [make(), make(7, 2, row=row)])
+        rl.write_rollouts(path, [make(), make(7, 2, sampling={"stop": stop})])
     assert path.read_bytes() == before
     assert [x.name for x in path.parent.iterdir()] == [path.name]
 
@@ -203,6 +203,16 @@ FILTERED = "draws from a filtered distribution, which training does not"
         (
             {"rewards": {"exact": float("nan")}},
             "rewards.exact=nan is not finite; use None",
+        ),
+        (
+            {"row": {"completion": "4"}},
+            "row='...' has the field 'completion', an argument of rewards; name the "
+            "field otherwise, or make it JSON",
+        ),
+        (
+            {"row": {"answer": 1j}},
+            "row='...' has a value that is no JSON (Object of type complex is not JSON "
+            "serializable); name the field otherwise, or make it JSON",
         ),
         (
             {"sampling": {"top_p": 0.9, "forbidden_ids": [3], "temperature": 0}},

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from absl import flags, logging
@@ -198,9 +198,16 @@ def generating_settings(given: flags.FlagValues) -> Config:
     return settings_of_huggingface(local_path("model", given.model))
 
 
+class Weights(NamedTuple):
+    """Weights that write texts: their name, and the steps that trained them."""
+
+    name: str
+    step: int = 0
+
+
 def open_generator(
     given: flags.FlagValues, config: Config, chat: str = ""
-) -> tuple[Generator, str]:
+) -> tuple[Generator, Weights]:
     """Opens a generator of a run, or of a Hugging Face checkpoint; names the weights.
 
     `chat` is a directory with a chat template, in place of the template of a run.
@@ -215,7 +222,7 @@ def open_generator(
         print(describe_drafts(given.num_drafts), file=sys.stderr)
     if given.model:
         directory = local_path("model", given.model)
-        return Generator(directory, **how), f"{directory}{narrow}"
+        return Generator(directory, **how), Weights(f"{directory}{narrow}")
     prompts = make_prompts(config.data, config.model.vocab_size, chat)
     if fits_unsplit(config):
         step = chosen_step(open_store(config.directory), given.step)
@@ -226,7 +233,8 @@ def open_generator(
         trainer, part = restored(config, given)
         step, state = trainer.step, with_part(trainer.state, part)
         generator = Generator(trainer.run, state, prompts=prompts, **how)
-    return generator, f"{part} of step {step} in {config.directory}{narrow}"
+    name = f"{part} of step {step} in {config.directory}{narrow}"
+    return generator, Weights(name, step)
 
 
 def describe_drafts(num_drafts: int) -> str:

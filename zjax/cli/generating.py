@@ -8,7 +8,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,9 +21,18 @@ from rich.progress import Progress as Bar
 
 from zjax.cli import commands
 from zjax.cli.connection import connected
-from zjax.cli.prompt_file import Prompt, Prompts, chats_given, texts_given
+from zjax.cli.prompt_file import (
+    Prompt,
+    PromptFile,
+    Prompts,
+    Row,
+    chats_given,
+    rows_given,
+    texts_given,
+)
+from zjax.cli.rollout_lines import RolloutLines, rollout_sampling
 from zjax.cli.text_file import TextFile
-from zjax.cli.usage import NO_VALUE, Command, flag, integer, number
+from zjax.cli.usage import NO_VALUE, Command, flag, integer, number, switch
 from zjax.config.flags import changes_given, refuse_flags
 from zjax.data.conversations import ANSWERS, Conversation
 from zjax.errors import ConfigError, Problem
@@ -61,17 +70,23 @@ def generate(given: flags.FlagValues) -> None:
     """
     # Whatever is wrong must be told before the weights are read.
     sampling = read_sampling(given)
-    prompts = chats_given(given) if given.chat else texts_given(given)
+    rows = rows_given(given) if given.rollouts else None
+    if rows is not None:
+        prompts = PromptFile(lambda: (prompt for prompt, _ in rows))
+    else:
+        prompts = chats_given(given) if given.chat else texts_given(given)
     chat, config = chat_folder(given), commands.generating_settings(given)
     with connected(config) as info:
         generator, weights = commands.open_generator(given, config, chat)
-        write = write_lines if given.output else print_lines
         with generator:
             # All prompts are checked before any text is written.
             with flags_named():
                 special = {"special_tokens": given.special_tokens}
                 generator.check(prompts, sampling, **special)
-            write(generator, prompts, sampling, given, weights, info.process_id)
+            if given.output:
+                write_lines(generator, prompts, sampling, given, weights, rows)
+            else:
+                print_lines(generator, prompts, sampling, given, info.process_id)
             if given.num_drafts and info.process_id == 0:
                 print(count_drafts(generator.metrics.scheduler), file=sys.stderr)
 
@@ -86,7 +101,6 @@ def print_lines(
     prompts: Prompts,
     sampling: Sampling,
     given: flags.FlagValues,
-    weights: str,
     process_id: int,
 ) -> None:
     """Prints the texts of all prompts, in process 0."""
@@ -102,15 +116,22 @@ def print_lines(
 def read_sampling(given: flags.FlagValues) -> Sampling:
     """Reads how tokens are chosen, or refuses flags out of range."""
     values: dict[str, Any] = {name: given[name].value for name in _SAMPLING}
-    sampling = Sampling(**values, stop=tuple(given.stop))
+    values["stop"] = tuple(given.stop)
     with flags_named():
+        make = rollout_sampling if given.rollouts else _sampling_of
+        sampling = make(given, values)
         # The vocabulary is known with the weights, and is asked then.
         if problems := sampling.problems(vocab_size=sys.maxsize):
             raise ConfigError(*problems)
+    return sampling
+
+
+def _sampling_of(given: flags.FlagValues, values: dict[str, Any]) -> Sampling:
+    """Makes settings of texts that are printed, or written to a file."""
     if not given.output:
         names = ["num_logprobs", "prompt_logprobs"]
         refuse_flags(given, names, "has no effect without --output")
-    return sampling
+    return Sampling(**values)
 
 
 @contextlib.contextmanager
@@ -165,22 +186,37 @@ def write_lines(
     prompts: Prompts,
     sampling: Sampling,
     given: flags.FlagValues,
-    weights: str,
-    process_id: int,
+    weights: commands.Weights,
+    rows: Iterable[tuple[Prompt, Row]] | None = None,
 ) -> None:
-    """Writes the texts of prompts that `--output` lacks, in process 0."""
+    """Writes the texts of prompts that `--output` lacks, in process 0.
+
+    `rows` have the fields of the records, which `--rollouts` keeps.
+    """
     path = pathlib.Path(local_path("output", given.output))
-    origin = origin_of(given, sampling, weights)
+    origin = origin_of(given, sampling, weights.name)
     special, num_samples = given.special_tokens, sampling.num_samples
     with opened(path, origin, num_samples) as (file, num_done):
         left, shown = itertools.tee(itertools.islice(prompts, num_done, None))
         found = generator.generate_each(left, sampling, special_tokens=special)
+        encode = encode_texts
+        if rows is not None and file is not None:
+            fields = (row for _, row in itertools.islice(rows, num_done, None))
+            start = weights.step, num_done, file.last_line
+            encode = RolloutLines(fields, sampling, *start).encode
         with Progress(len(prompts), num_done, num_samples) as progress:
             for prompt, texts in zip(shown, found, strict=True):
                 if file is not None:
-                    for text in texts:
-                        file.write(record_of(prompt, text))
+                    for line in encode(prompt, texts):
+                        file.write(line)
                 progress.advance(generator.metrics)
+
+
+def encode_texts(prompt: Prompt, texts: list[Text]) -> Iterator[bytes]:
+    """Yields the lines of the texts of a prompt in a file."""
+    for text in texts:
+        line = json.dumps(record_of(prompt, text), ensure_ascii=False)
+        yield line.encode() + b"\n"
 
 
 @contextlib.contextmanager
@@ -286,6 +322,11 @@ GENERATE = Command(
         ),
         flag("text_field", "Field of the prompt in JSON Lines or Parquet.", "prompt"),
         flag("output", "JSON Lines to write, or to go on with, a line for a text."),
+        switch(
+            "rollouts",
+            "Writes lines that training reads: with log-probabilities, and all fields "
+            "of each record.",
+        ),
         commands.chat_flag(
             "Takes prompts for messages, and answers them through the chat template of "
             "the data, or of this checkpoint."
@@ -295,7 +336,10 @@ GENERATE = Command(
         integer("min_new_tokens", "Tokens before a text may end.", 0),
         number("temperature", "0 takes the most likely token.", 0.8),
         integer(
-            "top_k", "Most likely tokens to draw from; 0 is all.", 40, lower_bound=0
+            "top_k",
+            "Most likely tokens to draw from; 0 is all, as with --rollouts.",
+            40,
+            lower_bound=0,
         ),
         number("top_p", "Probability of the tokens to draw from.", 1.0),
         number("min_p", "Least probability to draw, over the largest.", 0.0),

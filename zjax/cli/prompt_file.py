@@ -2,19 +2,28 @@
 
 import io
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 from absl import flags
 
 from zjax.config.flags import refuse_flags
 from zjax.data import tables
-from zjax.data.conversations import Conversation
-from zjax.data.documents import JSON_SUFFIXES, read_conversations, read_documents
+from zjax.data.conversations import OPTIONAL, Conversation, read_conversation
+from zjax.data.documents import (
+    JSON_SUFFIXES,
+    read_conversations,
+    read_documents,
+    read_records,
+)
 from zjax.data.prompts import as_talk
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path, read_text
+from zjax.rl.rollouts import row_problem
 
 Prompt = str | Conversation
+Row = Mapping[str, Any]
+"""Fields of a record besides the prompt."""
 RECORD_SUFFIXES = (*JSON_SUFFIXES, *tables.SUFFIXES)
 """Suffixes of files that hold records instead of lines."""
 
@@ -23,14 +32,14 @@ class PromptFile:
     """Prompts of a file of records, which each loop reads anew: any number fits.
 
     Args:
-        read: Function that reads all prompts in order.
+        read: Function that reads all prompts in order, alone or with more of a record.
 
     Raises:
         ConfigError: A record is no prompt.
         DataError: The file cannot be read.
     """
 
-    def __init__(self, read: Callable[[], Iterator[Prompt]]):
+    def __init__(self, read: Callable[[], Iterator[Any]]):
         self._read = read
         # Whatever is wrong is told now, before the weights are read.
         self._number = sum(1 for _ in read())
@@ -38,7 +47,7 @@ class PromptFile:
     def __len__(self) -> int:
         return self._number
 
-    def __iter__(self) -> Iterator[Prompt]:
+    def __iter__(self) -> Iterator[Any]:
         return self._read()
 
 
@@ -89,6 +98,57 @@ def chats_given(given: flags.FlagValues) -> Sequence[Conversation] | PromptFile:
 
         return PromptFile(read)
     return [as_talk([{"role": "user", "content": text}]) for text in texts_given(given)]
+
+
+def rows_given(
+    given: flags.FlagValues,
+) -> Sequence[tuple[Prompt, Row]] | PromptFile:
+    """Reads prompts, each with the further fields of the record.
+
+    With `--chat` the prompt of a record may be a text, the message of a user, or a list
+    of messages; a record without `--text_field` has them as `messages`.
+    """
+    path = pathlib.Path(local_path("file", given.file)) if given.file else None
+    if path is None or path.suffix.lower() not in RECORD_SUFFIXES:
+        prompts = chats_given(given) if given.chat else texts_given(given)
+        return [(prompt, {}) for prompt in prompts]
+    problem = "has no effect with --chat, whose template has them"
+    refuse_flags(given, ["special_tokens"] if given.chat else [], problem)
+    refuse_flags(given, ["prompt"], "has no effect with --file")
+    has_chat = bool(given.chat)
+    return PromptFile(lambda: _read_rows(path, given.text_field, has_chat=has_chat))
+
+
+def _read_rows(
+    path: pathlib.Path, field: str, *, has_chat: bool
+) -> Iterator[tuple[Prompt, Row]]:
+    """Yields the prompt of each record, and the fields that are no prompt."""
+    for where, record in read_records(path):
+        name = "messages" if has_chat and field not in record else field
+        row = {key: value for key, value in record.items() if key != name}
+        if problem := row_problem(row):
+            _refuse(path, where, problem, "name the field otherwise, or make it JSON")
+        given = record.get(name)
+        is_prompt = isinstance(given, str) or (has_chat and isinstance(given, list))
+        if not is_prompt:
+            problem = f"has no text{' or messages' * has_chat} as {name!r}"
+            _refuse(path, where, problem, "choose another --text_field")
+        yield _as_prompt(given, row, path, where) if has_chat else given, row
+
+
+def _as_prompt(
+    given: str | list, row: Row, path: pathlib.Path, where: str
+) -> Conversation:
+    """Makes a conversation of the message of a user, or of messages."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    record = {key: row.get(key) for key in OPTIONAL} | {"messages": given}
+    return read_conversation(record, path, where)
+
+
+def _refuse(path: pathlib.Path, where: str, problem: str, remedy: str) -> NoReturn:
+    """Raises a ConfigError that names the file and the record."""
+    raise ConfigError(Problem("--file", str(path), f"{problem} in {where}", remedy))
 
 
 def read_prompts(path: str) -> list[str]:

@@ -27,6 +27,7 @@ class TextFile:
 
     Attributes:
         num_prompts: Prompts with all lines written by an earlier call.
+        last_line: Last line of these prompts; empty without prompts.
 
     Raises:
         ConfigError: The file holds other texts, is a directory, or is written by
@@ -60,9 +61,8 @@ class TextFile:
     def __exit__(self, *reason: object) -> None:
         self._file.close()
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Writes a line."""
-        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    def write(self, line: bytes) -> None:
+        """Writes a line, which ends with a newline."""
         with writing(self._path):
             self._file.write(line)
             self._file.flush()
@@ -71,12 +71,13 @@ class TextFile:
         """Cuts lines behind the last whole prompt; returns the number of prompts."""
         self._file.seek(0)
         num_lines = size = kept = 0
+        self.last_line = b""
         for line in self._file:
             if not line.endswith(b"\n"):
                 break
             num_lines, size = num_lines + 1, size + len(line)
             if num_lines % num_samples == 0:
-                kept = size
+                kept, self.last_line = size, line
         self._file.truncate(kept)
         return num_lines // num_samples
 

@@ -151,6 +151,18 @@ def read_examples(
         yield Document(_text_of(example), num_bytes, example=example)
 
 
+def read_records(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reads all fields of JSON Lines, Parquet or Arrow files, with the position."""
+    suffix = _form_of(path)
+    if suffix in tables.SUFFIXES:
+        with tables.open_table(path) as table:
+            rows = (row for batch in table.batches(table.names) for row in batch)
+            yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+        return
+    for where, record, _ in _read_records(path, REFUSED):
+        yield where, record
+
+
 def _text_of(example: examples.Example) -> str:
     """Text of all sequences, for the size of an example and for a BPE to learn from."""
     texts = [

@@ -50,12 +50,12 @@ class Text:
         prompt: Number of the prompt among the prompts of the call.
         sample: Number of the text among the samples of the prompt.
         text: The text; "" without a tokenizer.
+        prompt_ids: Tokens of the prompt.
         ids: Tokens, with the end id if one ended the text.
         finish_reason: `stop` at an end id or a stop string, `length`, or `abort`.
         logprobs: Natural logarithm of each token's probability; None unless asked for.
         best: Most likely tokens at each place, with logarithms of probabilities; None
             unless asked for.
-        prompt_ids: Tokens of the prompt; None unless `prompt_logprobs` are asked for.
         prompt_logprobs: Natural logarithm of the probability of each token of the
             prompt after the tokens before; None for the first, and unless asked for.
         prompt_best: Most likely tokens at each place of the prompt, as `best`; None for
@@ -65,11 +65,11 @@ class Text:
     prompt: int
     sample: int
     text: str
+    prompt_ids: list[int]
     ids: list[int]
     finish_reason: str
     logprobs: list[float] | None = None
     best: list[dict[int, float]] | None = None
-    prompt_ids: list[int] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_best: list[dict[int, float] | None] | None = None
 
@@ -468,7 +468,7 @@ class Generator:
         for delta in ticket:
             news[delta.sample].append(delta)
         scores = _join_prompt(ticket, news[0])
-        return [_join(number, ticket.sampling, deltas, scores) for deltas in news]
+        return [_join(number, ticket, deltas, scores) for deltas in news]
 
     def _collect_first(
         self, flying: collections.deque[tuple[int, Ticket]]
@@ -491,10 +491,10 @@ def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
 
 
 def _join(
-    number: int, sampling: Sampling, deltas: list[Delta], scores: dict[str, Any]
+    number: int, ticket: Ticket, deltas: list[Delta], scores: dict[str, Any]
 ) -> Text:
     """Joins all news of one text with the scores of the prompt."""
-    logprobs = best = None
+    sampling, logprobs, best = ticket.sampling, None, None
     if sampling.num_logprobs is not None:
         logprobs = [float(x) for delta in deltas for x in delta.logprobs]
     if sampling.num_logprobs:
@@ -507,6 +507,7 @@ def _join(
         prompt=number,
         sample=deltas[-1].sample,
         text="".join(delta.text for delta in deltas),
+        prompt_ids=ticket.prompt_ids,
         ids=[token for delta in deltas for token in delta.ids],
         finish_reason=deltas[-1].finish_reason or "abort",
         logprobs=logprobs,
@@ -527,7 +528,6 @@ def _join_prompt(ticket: Ticket, deltas: list[Delta]) -> dict[str, Any]:
         logprobs += scores.logprobs.tolist()
         best += _pair(scores.best_ids, scores.best_logprobs)
     return {
-        "prompt_ids": ticket.prompt_ids,
         "prompt_logprobs": logprobs,
         "prompt_best": best if num_best else None,
     }

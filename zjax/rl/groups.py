@@ -203,6 +203,8 @@ class Groups:
     def take(self) -> Experience:
         """Returns what the step learns from, and forgets all groups.
 
+        The step has the first `num_groups` groups that are not dropped.
+
         Raises:
             DataError: Groups are incomplete or missing; all are kept.
         """
@@ -277,9 +279,9 @@ class Groups:
     def _chosen(self) -> list[list[Rollout]]:
         """Lists the groups of the step, in the order of prompts."""
         dropped = self._dropped()
-        kept = {*self._samples} - {*dropped}
-        kept |= {*dropped[: max(self._num_groups - len(kept), 0)]}
-        return [[x for _, x in sorted(self._samples[p].items())] for p in sorted(kept)]
+        kept = sorted({*self._samples} - {*dropped})
+        chosen = sorted([*kept, *dropped][: self._num_groups])
+        return [[x for _, x in sorted(self._samples[p].items())] for p in chosen]
 
     def _metrics(self) -> dict[str, float]:
         """Averages over all rollouts that were drawn."""

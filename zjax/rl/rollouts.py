@@ -22,7 +22,7 @@ from zjax.files import new_file, parse_json, writing
 MAX_LINE_BYTES = 1 << 28
 """Most bytes of a line, with the experts of long texts."""
 FINISH_REASONS = ("stop", "length", "abort")
-GIVEN = ("prompt", "completion")
+_GIVEN = ("prompt", "completion")
 """Arguments of a reward function besides the fields of the row."""
 EXPERT_DTYPES = ("uint8", "int16")
 _PLAIN = {
@@ -151,6 +151,25 @@ def sampling_problems(sampling: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def row_problem(row: Mapping[str, Any]) -> str:
+    """Tells why fields of a record cannot be the row of a rollout; empty if they can.
+
+    Example:
+        >>> row_problem({"answer": 4}), row_problem({"completion": "4"})
+        ('', "has the field 'completion', an argument of rewards")
+    """
+    for name in _GIVEN:
+        if name in row:
+            return f"has the field {name!r}, an argument of rewards"
+    try:
+        json.dumps(dict(row), allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        return f"has a value that is no JSON ({error})"
+    except ValueError:
+        return "has a number that is not finite"
+    return ""
+
+
 def encode_line(rollout: Rollout, previous: int = 0) -> tuple[bytes, int]:
     """Encodes a rollout as a line of JSON.
 
@@ -176,6 +195,11 @@ def encode_line(rollout: Rollout, previous: int = 0) -> tuple[bytes, int]:
         raise DataError(Problem(field, rollout.sample, problem, remedy)) from error
     checksum = zlib.crc32(body, previous)
     return body + _tail(checksum), checksum
+
+
+def line_checksum(line: bytes) -> int:
+    """Reads the checksum at the end of a line of `encode_line`; 0 for an empty line."""
+    return int(line[-_TAIL_BYTES:].split(b'"')[3], 16) if line else 0
 
 
 def write_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> str:
@@ -331,10 +355,9 @@ def _problems(rollout: Rollout) -> Iterator[Problem]:
     for name, value in rollout.rewards.items():
         if value is not None and not math.isfinite(value):
             yield Problem(f"rewards.{name}", value, "is not finite", "use None")
-    for name in GIVEN:
-        if name in rollout.row:
-            problem = "is what a reward function gets beside the row"
-            yield Problem("row", name, problem, "name the field otherwise")
+    if problem := row_problem(rollout.row):
+        remedy = "name the field otherwise, or make it JSON"
+        yield Problem("row", "...", problem, remedy)
     yield from sampling_problems(rollout.sampling)
     yield from _expert_problems(rollout)
 
