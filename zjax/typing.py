@@ -236,6 +236,9 @@ class Stack:
     """`target_logprobs(params, carry, targets, temperature) -> (logprobs, entropies)`,
     float32[B, L], from the parameters of the head and targets int32[B, L], -100 for
     none. Reinforcement learning needs this function."""
+    values: Callable[..., Any] | None = None
+    """`values(params, carry) -> float32[B, L]`, from the parameters of the head: the
+    value of each token. Critics and reward models need this function."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,10 +35,8 @@ def by_hand(run, state):
     """Log-probability of each completion's tokens, by all logits of each text."""
     params = stacked(unpadded(state.master, run.plan.master))
     decoder = run.model.bind(jax.tree.map(jnp.asarray, params), {})
-    tokens = np.zeros((len(ROLLOUTS), policies.LENGTH), np.int32)
-    for row, x in zip(tokens, ROLLOUTS, strict=True):
-        row[: len(x.prompt_ids) + len(x.ids)] = [*x.prompt_ids, *x.ids]
-    logits = jax.jit(lambda tokens: decoder(tokens))(jnp.asarray(tokens))
+    tokens = jnp.asarray(policies.padded(ROLLOUTS))
+    logits = jax.jit(lambda tokens: decoder(tokens))(tokens)
     logprobs = np.asarray(jax.nn.log_softmax(logits / T))
     return [
         row[np.arange(len(x.ids)) + len(x.prompt_ids) - 1, x.ids]

@@ -56,6 +56,14 @@ def make_values(seed, shapes=SHAPES):
     return [values(rng, num_tokens) for _, num_tokens in shapes]
 
 
+def padded(rollouts):
+    """Prompts and completions, each as a row of its own, int32[N, LENGTH]."""
+    tokens = np.zeros((len(rollouts), LENGTH), np.int32)
+    for row, x in zip(tokens, rollouts, strict=True):
+        row[: len(x.prompt_ids) + len(x.ids)] = [*x.prompt_ids, *x.ids]
+    return tokens
+
+
 def oracle(config, params, rollouts, token_loss, weight_of):
     """Loss and gradient of texts, each as a row of its own.
 
@@ -64,12 +72,9 @@ def oracle(config, params, rollouts, token_loss, weight_of):
     """
     model = make_model(config)
     lengths = [(len(x.prompt_ids), len(x.ids)) for x in rollouts]
-    tokens = np.zeros((len(rollouts), LENGTH), np.int32)
-    for row, x in zip(tokens, rollouts, strict=True):
-        row[: len(x.prompt_ids) + len(x.ids)] = [*x.prompt_ids, *x.ids]
 
     def loss(params):
-        logits = model.bind(params, {})(jnp.asarray(tokens)) / TEMPERATURE
+        logits = model.bind(params, {})(jnp.asarray(padded(rollouts))) / TEMPERATURE
         logprobs = jax.nn.log_softmax(logits)
         total = 0.0
         for i, (m, n) in enumerate(lengths):

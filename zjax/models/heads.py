@@ -44,6 +44,8 @@ class Head(nnx.Module):
         self.bias = (
             layers.make_param(vocab, jnp.zeros) if masked and config.use_bias else None
         )
+        # Zeros: a critic estimates nothing before it has learned.
+        self.value = layers.make_param(embed, jnp.zeros) if config.value_head else None
 
     def logits(
         self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
@@ -112,6 +114,17 @@ class Head(nnx.Module):
     ) -> tuple[Float[Array, "B L M"], Float[Array, "V M"]]:
         """Returns the two factors of the logits, which have neither bias nor cap."""
         return self._features(x), self._matrix(table)
+
+    def values(self, x: Float[Array, "B L M"]) -> Float[Array, "B L"]:
+        """Computes the value of each token, in float32."""
+        assert self.value is not None
+        values = jnp.einsum(
+            "blm,m->bl",
+            self._features(x),
+            self.value[...],
+            preferred_element_type=jnp.float32,
+        )
+        return sequence.restore(values, self.config)
 
     def _chunks(self, x):
         """Returns how the tokens of the states lie on devices and in chunks."""

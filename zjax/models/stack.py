@@ -221,6 +221,9 @@ def make_stack(model: StackedModel) -> Stack:
         head, table = nnx.merge(head_graph, params["head"]), head_table(params, config)
         return head.target_logprobs(carry, table, targets, temperature)
 
+    def values(params, carry):
+        return nnx.merge(head_graph, params["head"]).values(carry)
+
     return Stack(
         embed=embed,
         segments=tuple(
@@ -239,6 +242,7 @@ def make_stack(model: StackedModel) -> Stack:
         else None,
         take_tokens=Context.take_tokens,
         target_logprobs=target_logprobs if config.kind == "decoder" else None,
+        values=values if config.value_head else None,
     )
 
 

@@ -23,6 +23,7 @@ from zjax.rl.corrections import (
     token_weights,
     truncate_weights,
 )
+from zjax.rl.critic import critic_model
 from zjax.rl.distillation import forward_kl, jensen_shannon, reverse_kl
 from zjax.rl.divergences import kl_k1, kl_k2, kl_k3, kl_k3_k2
 from zjax.rl.groups import Experience, Groups, SoftPenalty
@@ -44,10 +45,12 @@ from zjax.rl.objective import (
     ObjectiveSums,
     Reinforce,
     Sapo,
+    Value,
     objective_sums,
+    value_sums,
 )
 from zjax.rl.packing import Packed, pack
-from zjax.rl.policy import logprobs_of, policy_loss, policy_model
+from zjax.rl.policy import logprobs_of, policy_loss, policy_model, values_of
 from zjax.rl.preference_model import preference_model
 from zjax.rl.preference_trainer import PreferenceTrainer
 from zjax.rl.preferences import (
@@ -94,6 +97,7 @@ __all__ = [
     "Scorer",
     "SequenceLogprobs",
     "SoftPenalty",
+    "Value",
     "add_scores",
     "apo_zero_loss",
     "bradley_terry_loss",
@@ -101,6 +105,7 @@ __all__ = [
     "cispo_loss",
     "clip_loss",
     "constant_mean",
+    "critic_model",
     "decoupled_advantages",
     "discounted_returns",
     "dpo_loss",
@@ -153,6 +158,8 @@ __all__ = [
     "truncate_weights",
     "uniform_groups",
     "value_loss",
+    "value_sums",
+    "values_of",
     "whiten",
     "write_rollouts",
 ]

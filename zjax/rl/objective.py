@@ -25,6 +25,7 @@ from zjax.rl.corrections import (
 )
 from zjax.rl.masks import masked
 from zjax.rl.ratios import sequence_ratios, token_ratios
+from zjax.rl.value_loss import check_clip, value_loss
 from zjax.typing import IGNORED
 
 Unit = Literal["tokens", "sequences"]
@@ -114,6 +115,20 @@ class Correction:
 
 
 @dataclasses.dataclass(frozen=True)
+class Value:
+    """The loss of values, by `value_loss`.
+
+    Args:
+        weight: Factor of the loss beside the loss of a policy, above 0.
+        clip: Distance from the old value beyond which a value has no gradient, above 0;
+            `math.inf` does not clip.
+    """
+
+    weight: float = 0.5
+    clip: float = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
 class Objective:
     """The loss of a policy, composed.
 
@@ -124,6 +139,8 @@ class Objective:
         correction: Importance weights for the sampler's tokens; None for none.
         threshold: Threshold of `on_policy_sequences` in nats, above 0; None drops no
             sequence.
+        value: Loss of a critic that shares the policy's blocks, for PPO; None for a
+            policy without values.
         entropy_weight: Weight of the entropy, which the loss rewards, 0 or more.
         temperature: Divisor of the logits as the tokens were sampled, above 0.
 
@@ -142,6 +159,7 @@ class Objective:
     kl: Kl | None = None
     correction: Correction | None = None
     threshold: float | None = None
+    value: Value | None = None
     entropy_weight: float = 0.0
     temperature: float = 1.0
 
@@ -174,6 +192,36 @@ class ObjectiveSums(NamedTuple):
     """Number of units of the loss: tokens, sequences, or constant lengths."""
     metrics: dict[str, Float[Array, ""]]
     """Sums by name; divided by the weight, means as the loss counts."""
+
+
+def value_sums(
+    value: Value, values: Float[Array, "B L"], batch: Mapping[str, Any]
+) -> ObjectiveSums:
+    """Sums the loss of a critic over the tokens of packed rows, without its weight.
+
+    Args:
+        value: The loss.
+        values: Value of each token by the critic.
+        batch: Arrays of `zjax.rl.pack`; and under `rl`, float32[B, L], `values` of the
+            critic before the first update, and `returns`.
+
+    Returns:
+        The loss, the number of units, and metrics: `value_loss`, and the mean `value`.
+
+    Example:
+        >>> ones = jnp.ones((1, 2))
+        >>> given = {"values": 0 * ones, "returns": ones}
+        >>> batch = {"targets": jnp.array([[5, -100]]), "weights": ones, "rl": given}
+        >>> float(value_sums(Value(), 0 * ones, batch).loss_sum)
+        0.5
+    """
+    mask, weights, units = _masked_weights(batch)
+    old, returns = (batch["rl"][name] for name in ("values", "returns"))
+    found = value_loss(values, old, returns, mask, clip=value.clip)
+    shown = {"value_loss": found, "value": values}
+    metrics = {k: (units * masked(x, mask)).sum() for k, x in shown.items()}
+    metrics = jax.tree.map(jax.lax.stop_gradient, metrics)
+    return ObjectiveSums((weights * found).sum(), units.sum(), metrics)
 
 
 def objective_sums(
@@ -216,9 +264,7 @@ def objective_sums(
         (-1.0, 1.0, 1.0)
     """
     given, segment_ids = batch["rl"], batch.get("segment_ids")
-    weights = batch["weights"].astype(jnp.float32)
-    mask = (batch["targets"] != IGNORED) & (weights > 0)
-    units = masked(given.get("units", weights), mask)
+    mask, weights, units = _masked_weights(batch)
     advantages = masked(given["advantages"], mask)
     sampler = given["logprobs"]
     old = given.get("old_logprobs", jax.lax.stop_gradient(logprobs))
@@ -254,9 +300,16 @@ def objective_sums(
         **_clipped(objective.loss, ratios, advantages),
     }
     metrics = {k: (units * masked(_float(x), mask)).sum() for k, x in shown.items()}
-    weights = masked(weights, mask)
     metrics = jax.tree.map(jax.lax.stop_gradient, metrics)
     return ObjectiveSums((weights * masked(found, mask)).sum(), units.sum(), metrics)
+
+
+def _masked_weights(batch):
+    """Returns the tokens that count, the weights of their losses, and their units."""
+    weights = batch["weights"].astype(jnp.float32)
+    mask = (batch["targets"] != IGNORED) & (weights > 0)
+    units = batch["rl"].get("units", weights)
+    return mask, masked(weights, mask), masked(units, mask)
 
 
 _ESTIMATORS = {
@@ -351,6 +404,10 @@ def _range_problems(objective):
         case Sapo(positive, negative):
             ranges += [("loss.positive", positive, 0, False)]
             ranges += [("loss.negative", negative, 0, False)]
+    if objective.value:
+        ranges += [("value.weight", objective.value.weight, 0, False)]
+        problems = _problems_of(check_clip, objective.value.clip)
+        yield from (dataclasses.replace(x, field="value.clip") for x in problems)
     if objective.kl:
         ranges += [("kl.weight", objective.kl.weight, 0, False)]
     if correction := objective.correction:

@@ -1,7 +1,7 @@
 """The policy: a decoder whose head has the objective as its loss, and `logprobs_of`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,17 +13,20 @@ from zjax.models.build import make_model
 from zjax.ops.target_logprobs import TargetLogprobs
 from zjax.rl.logprobs import token_logprobs
 from zjax.rl.masks import at_least_float32
-from zjax.rl.objective import Objective, objective_sums
+from zjax.rl.objective import Objective, objective_sums, value_sums
 from zjax.rl.ranges import check_above_zero
 from zjax.run.build import Run
 from zjax.settings.mixture import sees_future
 from zjax.settings.schema import Config
 from zjax.stack.forward import with_stack
 from zjax.train.state import TrainState
-from zjax.typing import IGNORED, Batch, Entry, Metrics, Model
+from zjax.typing import IGNORED, Batch, Entries, Entry, Metrics, Model
 
-OPTIONAL = ("units", "old_logprobs", "reference_logprobs")
-"""Arrays under `rl` that a batch may lack."""
+ARRAYS = (
+    *("advantages", "logprobs", "units", "old_logprobs", "reference_logprobs"),
+    *("values", "returns"),
+)
+"""Arrays [B, L] under `rl` of a batch."""
 
 
 def policy_model(config: Config, objective: Objective) -> Model:
@@ -52,29 +55,46 @@ def policy_model(config: Config, objective: Objective) -> Model:
         >>> sorted(policy_model(Config(), Objective()).entries)[2:5]
         ['rl/advantages', 'rl/logprobs', 'rl/old_logprobs']
     """
-    if problems := [*_problems(config)]:
+    problems = policy_problems(config)
+    if objective.value and not config.model.value_head:
+        problem, remedy = "has no values for the objective", "use True"
+        problems += [Problem("model.value_head", False, problem, remedy)]
+    if problems:
         raise ConfigError(*problems)
     model = make_model(config)
     assert model.stack is not None
     score = model.stack.target_logprobs
     assert score is not None  # of a decoder
 
+    read_values, value = model.stack.values, objective.value
+
     def head(params, carry, batch):
         found = score(params, carry, batch["targets"], objective.temperature)
-        return objective_sums(objective, found.logprobs, found.entropies, batch)
+        sums = objective_sums(objective, found.logprobs, found.entropies, batch)
+        if value is None or read_values is None:
+            return sums
+        added = value_sums(value, read_values(params, carry), batch)
+        loss_sum = sums.loss_sum + value.weight * added.loss_sum
+        return loss_sum, sums.weight, sums.metrics | added.metrics
 
+    needed = ["advantages", "logprobs"]
+    needed += ["reference_logprobs"] if objective.kl else []
+    needed += ["values", "returns"] if value else []
+    entries = batch_entries(model, needed)
+    return dataclasses.replace(with_stack(model, head=head), entries=entries)
+
+
+def batch_entries(model: Model, needed: Sequence[str]) -> Entries:
+    """Returns the arrays of packed rows; of those under `rl` some are needed."""
     given = Entry(("B", "L"), jnp.floating)
     optional = dataclasses.replace(given, is_optional=True)
     entries = {k: v for k, v in model.entries.items() if not k.startswith("teacher/")}
-    entries |= {
+    return {
+        **entries,
         "weights": dataclasses.replace(entries["weights"], is_optional=False),
-        "rl/advantages": given,
-        "rl/logprobs": given,
-        **{f"rl/{name}": optional for name in OPTIONAL},
+        **{f"rl/{name}": optional for name in ARRAYS},
+        **{f"rl/{name}": given for name in needed},
     }
-    if objective.kl:
-        entries["rl/reference_logprobs"] = given
-    return dataclasses.replace(with_stack(model, head=head), entries=entries)
 
 
 def policy_loss(
@@ -111,6 +131,27 @@ def policy_loss(
     return sums.loss_sum / divisor, sums.weight, metrics
 
 
+def values_of(run: Run, state: TrainState, batch: Batch) -> Float[Array, "B L"]:
+    """Computes the value of each token of a batch, in a forward pass.
+
+    Args:
+        run: Run of a model with a head of values (`model.value_head`).
+        state: State of the run, whose current weights are read; not consumed.
+        batch: Batch of the run's model.
+
+    Returns:
+        Values on every device. At the place of a completion's token in `Packed` is the
+        value before the token is drawn.
+
+    Raises:
+        DataError: The batch lacks what the model requires.
+        ModelError: The model has no values.
+        PlanError: Rows do not divide over devices and microbatches.
+        StateError: The state was consumed before.
+    """
+    return run.token_scores.values(state, run.step.place_batch(batch))
+
+
 def logprobs_of(
     run: Run, state: TrainState, batch: Batch, *, temperature: float = 1.0
 ) -> Float[Array, "B L"]:
@@ -137,7 +178,7 @@ def logprobs_of(
     """
     check_above_zero(temperature=temperature)
     placed = run.step.place_batch(batch)
-    return run.target_scores(state, placed, temperature=temperature).logprobs
+    return run.token_scores.logprobs(state, placed, temperature=temperature)
 
 
 def logits_scores(
@@ -152,7 +193,7 @@ def logits_scores(
     return TargetLogprobs(logprobs, jnp.where(mask, entropies, 0))
 
 
-def _problems(config: Config) -> list[Problem]:
+def policy_problems(config: Config) -> list[Problem]:
     """Lists settings under which the trained policy is not the sampler's."""
     model, problems = config.model, []
     if model.kind != "decoder":

@@ -52,7 +52,7 @@ class Reference:
                 raise ConfigError(*problems)
             return
         self._rows = jax.tree.map(lambda x: x.stored_in(memory), run.plan.compute)
-        self._params = store(run.target_scores.copy(state), self._rows)
+        self._params = store(run.token_scores.copy(state), self._rows)
         on_device = jax.tree.map(lambda row: row.on_device, self._rows)
         self.num_bytes = tree_bytes(on_device)
 
@@ -77,17 +77,17 @@ class Reference:
             StateError: The state was consumed before.
         """
         check_above_zero(temperature=temperature)
-        score, placed = self._run.target_scores, self._run.step.place_batch(batch)
+        scores, placed = self._run.token_scores, self._run.step.place_batch(batch)
         if self._is_base:
             settings = {"temperature": temperature, "has_adapters": False}
-            return score(state, placed, **settings).logprobs
+            return scores.logprobs(state, placed, **settings)
         # The next pass reads the stored parameters again: do not consume them.
         params = jax.tree.map(
             lambda x, row: to_devices(x, row, is_consumed=False),
             self._params,
             self._rows,
         )
-        return score.by_copy(params, placed, temperature=temperature).logprobs
+        return scores.logprobs_by_copy(params, placed, temperature=temperature)
 
 
 def _problems(settings: schema.Lora) -> list[Problem]:

@@ -43,9 +43,7 @@ def value_loss(
     Reference:
         Engstrom et al., Implementation Matters (arXiv:2005.12729), section 3.
     """
-    if not clip > 0:
-        remedy = "use 0.2, or math.inf for no clip"
-        raise ConfigError(Problem("clip", clip, "is not above 0", remedy))
+    check_clip(clip)
     values = masked(values, mask)
     old_values, returns = (
         jax.lax.stop_gradient(masked(x, mask)) for x in (old_values, returns)
@@ -53,3 +51,10 @@ def value_loss(
     clipped = jnp.clip(values, old_values - clip, old_values + clip)
     errors = jnp.square(values - returns), jnp.square(clipped - returns)
     return jnp.maximum(*errors) / 2
+
+
+def check_clip(clip: float) -> None:
+    """Refuses a distance from the old value that is not above 0."""
+    if not clip > 0:
+        remedy = "use 0.2, or math.inf for no clip"
+        raise ConfigError(Problem("clip", clip, "is not above 0", remedy))

@@ -26,7 +26,7 @@ from zjax.run.first_state import first_state
 from zjax.run.fit import check_fits, fit_plan, offloaded_inputs
 from zjax.run.resume import fingerprint_functions
 from zjax.run.step import Step, make_step
-from zjax.run.target_scores import TargetScores
+from zjax.run.token_scores import TokenScores
 from zjax.run.without_effect import (
     check_adapters,
     check_loss_acts,
@@ -81,9 +81,9 @@ class Run:
             )
 
     @functools.cached_property
-    def target_scores(self) -> TargetScores:
-        """Scores of the targets of batches, by programs that compile once."""
-        return TargetScores(self.model, self.plan, self.config)
+    def token_scores(self) -> TokenScores:
+        """Scores of the tokens of batches, by programs that compile once."""
+        return TokenScores(self.model, self.plan, self.config)
 
     @property
     def batch_placement(self) -> BatchPlacement:

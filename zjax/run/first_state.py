@@ -56,6 +56,7 @@ def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
         source = growth.resized(source, wanted, start, shape.vocab_size, is_frozen)
         source = growth.upcycled(source, wanted, shape, start, config.seed, initial)
         source = with_codes(source, wanted)
+        source = growth.with_values(source, wanted)
         if lora and lora.init_from:
             return peft.with_peft(source, wanted, lora, shape, config_json)
         if lora:

@@ -223,6 +223,9 @@ model.window=None, or attention.pattern='local'
         other = "distill.teacher" if config.distill else "model.kind='encoder'"
         problem = f"bounds logits, which {other} does not"
         yield Problem("model.logit_soft_cap", value, problem, "use 0")
+    if model.value_head and model.kind == "encoder":
+        problem = "is of a decoder, and model.kind='encoder'"
+        yield Problem("model.value_head", True, problem, "use False")
     if model.moe and model.activation in ("geglu", "gelu_exact"):
         problem, remedy = "is no activation of experts", "use 'swiglu' or 'gelu'"
         yield Problem("model.activation", model.activation, problem, remedy)

@@ -1008,6 +1008,9 @@ class Model:
     keys and values, as in Qwen 2; `all` has that of the output, too."""
     tied_head: bool = True
     """The output matrix is the embedding table."""
+    value_head: bool = False
+    """Whether a decoder also has a value of each token, a product with the last hidden
+    state: the reward of a reward model, or the estimate of a critic."""
     dropout_rate: ranges.Decay = 0.0
     """Dropout of the outputs of attention and feed-forward."""
     embedding_dropout_rate: Annotated[

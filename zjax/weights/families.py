@@ -27,6 +27,7 @@ _PLAIN = {
     "logit_soft_cap": 0.0,
     "scaled_embedding": False,
     "num_token_types": 0,
+    "value_head": False,
 }
 """Settings of a family without special features."""
 _LEARNED_CONSTANT = _PLAIN | {

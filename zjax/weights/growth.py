@@ -25,6 +25,29 @@ _SLAB_ROWS = 4_096
 """Rows of a table that are read at once for the mean."""
 
 
+VALUE = "head/value"
+"""Path of the head of values."""
+
+
+def with_values(source: Source, wanted: Mapping[str, Entry]) -> Source:
+    """Adds a head of values that are 0, where a checkpoint has none and one is wanted.
+
+    Example:
+        >>> wanted = {"head.value": Entry((4,), "float32")}
+        >>> with_values(Source({}, None), wanted).read_all("head.value").tolist()
+        [0.0, 0.0, 0.0, 0.0]
+    """
+    name = tensor_name(VALUE)
+    if name not in wanted or name in source.entries:
+        return source
+
+    def read(name: str, index: Index) -> np.ndarray:
+        shape = [x.stop - x.start for x in index]
+        return np.zeros(shape, wanted[name].dtype)
+
+    return source.joined(Source({name: wanted[name]}, read))
+
+
 def resized(
     source: Source,
     wanted: Mapping[str, Entry],

@@ -1,0 +1,48 @@
+"""A critic of its own: a decoder whose loss is the loss of its values."""
+
+import dataclasses
+
+from zjax.errors import ConfigError, Problem
+from zjax.models.build import make_model
+from zjax.rl.objective import Value, value_sums
+from zjax.rl.policy import batch_entries, policy_problems
+from zjax.settings.schema import Config
+from zjax.stack.forward import with_stack
+from zjax.typing import Model
+
+
+def critic_model(config: Config, value: Value) -> Model:
+    """Makes the decoder of `config.model` with the loss of a critic of its own.
+
+    Args:
+        config: Settings, as for `zjax.make_model`, with `model.value_head`.
+        value: The loss; alone it has no weight.
+
+    Returns:
+        The model, for batches of `zjax.rl.pack` with `values` and `returns` under `rl`.
+
+    Raises:
+        ConfigError: The model has no head of values, or is not fit for a policy.
+
+    Example:
+        >>> import zjax
+        >>> config = zjax.load_config({"model": {"value_head": True}})
+        >>> "rl/returns" in critic_model(config, Value()).entries
+        True
+    """
+    problems = policy_problems(config)
+    if not config.model.value_head:
+        problem, remedy = "has no values for a critic", "use True"
+        problems += [Problem("model.value_head", False, problem, remedy)]
+    if problems:
+        raise ConfigError(*problems)
+    model = make_model(config)
+    assert model.stack is not None
+    read_values = model.stack.values
+    assert read_values is not None  # of a model with a head of values
+
+    def head(params, carry, batch):
+        return value_sums(value, read_values(params, carry), batch)
+
+    entries = batch_entries(model, ["values", "returns"])
+    return dataclasses.replace(with_stack(model, head=head), entries=entries)
