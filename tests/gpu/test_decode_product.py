@@ -20,6 +20,10 @@ CODES = {
     "4 bits, all": dict(
         codes=jnp.int4, normal=True, activation="geglu", adds=True, group=64
     ),
+    "float8": dict(codes=jnp.float8_e4m3fn),
+    "float8, all": dict(
+        codes=jnp.float8_e4m3fn, normal=True, activation="swiglu", adds=True, group=64
+    ),
 }
 OPTIONS = {
     "a norm": dict(normal=True),
@@ -52,7 +56,8 @@ def make_case(
     )
     weights = draw(keys[1], (depth, columns)) * jnp.asarray(depth**-0.5, dtype)
     if codes is not None:
-        last = int(jnp.iinfo(codes).max)
+        is_float = jnp.issubdtype(codes, jnp.floating)
+        last = 448 if is_float else int(jnp.iinfo(codes).max)
         shape = depth // group, columns
         weights = jax.random.randint(keys[1], (columns, depth), -last - 1, last + 1)
         weights = weights.astype(codes)

@@ -22,8 +22,8 @@ class Codes(NamedTuple):
     codes: Shaped[Array, "M K"]
     """int8, int4 or float8_e4m3fn."""
     scales: Float[Array, "groups M"]
-    """Scale of each group of inputs of a column. A column of int8 has one scale, which
-    all groups repeat, as the kernel takes scales of groups."""
+    """Scale of each group of inputs of a column. A column of int8 or float8 has one
+    scale, which all groups repeat, as the kernel takes scales of groups."""
 
     @property
     def by_column(self) -> Float[Array, "1 M"] | None:
@@ -56,7 +56,7 @@ def quantize(kernel: Float[Array, "K M"], weight_dtype: WeightDtype) -> Codes:
     values /= scales.astype(jnp.float32)[..., None]
     values = jnp.clip(jnp.round(values) if is_integer else values, -last, last)
     scales = scales.T
-    if weight_dtype == "int8":
+    if weight_dtype != "int4":
         scales = jnp.repeat(scales, depth // group, axis=0)
     return Codes(values.astype(dtype).reshape(columns, depth), scales)
 
@@ -91,8 +91,8 @@ def multiply(
     Few rows (`CODE_ROWS`) stream the codes through the kernel, in pieces of `MAX_ROWS`:
     time is that of reading them. More rows take one product of 16-bit numbers. XLA
     widens the codes of int8 inside of the product, or before it if that is faster, and
-    scales the columns behind it; groups of int4 are scaled before. Codes of float8
-    always meet rows in float8, in one product at twice the speed of 16 bits.
+    scales the columns behind it; groups of int4 are scaled before. More rows than few
+    meet codes of float8 in float8, in one product at twice the speed of 16 bits.
     """
     codes, scales = matrix.codes, matrix.scales
     if len(x) <= CODE_ROWS.get(codes.dtype.name, 0):
@@ -105,6 +105,7 @@ def multiply(
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
     fused |= {"residual": residual, "implementation": "reference"}
     if matrix.by_column is not None:
+        fused["rounds_rows"] = codes.dtype == jnp.float8_e4m3fn
         return few_rows_matmul(x, codes, scales=matrix.by_column, **fused)
     return few_rows_matmul(x, dequantize(matrix), **fused)
 
@@ -112,6 +113,7 @@ def multiply(
 def describe_products(weight_dtype: WeightDtype) -> str:
     """Describes which products a pass takes, by the number of tokens that it reads."""
     dtype = jnp.dtype(_DTYPES[weight_dtype])
+    numbers = "float8" if weight_dtype == "float8" else "16-bit numbers"
     if (most := CODE_ROWS.get(dtype.name)) is None:
-        return "products of all passes are in float8"
-    return f"passes of up to {most} tokens multiply codes, others 16-bit numbers"
+        return f"products of all passes are in {numbers}"
+    return f"passes of up to {most} tokens multiply codes, others {numbers}"

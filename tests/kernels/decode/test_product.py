@@ -1,5 +1,6 @@
 """Products of few rows: the reference against NumPy, and what is refused."""
 
+import functools
 import logging
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.lowering import num_kernels
 from tests.support.refusals import value_error
 from zjax.ops.weights import quantize
 from zjax_kernels import device, few_rows_matmul
@@ -65,7 +67,7 @@ def fused(x, weights, *, scales=None, norm=None, activation="", residual=None):
     return total if residual is None else total + np.float64(residual)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4, jnp.float8_e4m3fn])
 def test_codes_are_transposed_and_scaled_by_groups(dtype):
     rng = np.random.default_rng(0)
     codes = jnp.asarray(rng.integers(-7, 8, size=(6, 8)), dtype)
@@ -125,8 +127,8 @@ UNSUPPORTED = {
     "it needs groups of 64 or 128 inputs, not 32; quantise again": dict(
         depth=128, codes=jnp.int8, group=32
     ),
-    "it needs weights of 16 bits or integers, not float8; quantise again": dict(
-        codes=jnp.float8_e4m3fn, group=64
+    "it needs bfloat16 rows and x is float32; cast it": dict(
+        depth=128, codes=jnp.float8_e4m3fn, group=64, dtype=jnp.float32
     ),
 }
 
@@ -213,10 +215,36 @@ def test_scales_that_do_not_fit_are_refused():
         few_rows_matmul(x, jnp.ones((6, 8)), scales=jnp.ones((2, 6), jnp.int32))
 
 
-def test_codes_of_float8_have_one_scale_for_a_column():
+def test_rows_that_cannot_be_rounded_are_refused():
     x, codes = jnp.ones((2, 8)), jnp.ones((6, 8), jnp.float8_e4m3fn)
-    with value_error("scales.shape=(2, 6) has several groups, of float8; give (1, 6)"):
-        few_rows_matmul(x, codes, scales=jnp.ones((2, 6)))
+    scales = jnp.ones((2, 6))
+    with value_error("scales.shape=(2, 6) has several groups; give (1, 6)"):
+        few_rows_matmul(x, codes, scales=scales, rounds_rows=True)
+    for weights, given in (codes.astype(jnp.int8), scales[:1]), (x.T, None):
+        with value_error(
+            f"rounds_rows=True meets weights of {weights.dtype}, not codes of float8; "
+            "leave it out"
+        ):
+            few_rows_matmul(x, weights, scales=given, rounds_rows=True)
+
+
+def test_codes_of_float8_take_the_kernel_where_asked_for(on_hopper):
+    """Fails if a kernel that has not run on a GPU is chosen, or rounds rows."""
+    make = jax.ShapeDtypeStruct
+    x, codes = make((2, 128), jnp.bfloat16), make((64, 128), jnp.float8_e4m3fn)
+    for implementation, count in ("auto", 0), ("mosaic_gpu", 1):
+        run = functools.partial(few_rows_matmul, implementation=implementation)
+
+        def multiply(x, codes, scales, run=run):
+            return run(x, codes, scales=scales)
+
+        assert num_kernels(multiply, x, codes, make((1, 64), jnp.float32)) == count
+    with value_error(
+        "implementation=mosaic_gpu cannot run: it multiplies rows as they are; leave "
+        "out rounds_rows, or use implementation='reference'"
+    ):
+        arrays = jnp.ones(x.shape, x.dtype), jnp.ones(codes.shape, codes.dtype)
+        run(*arrays, scales=jnp.ones((1, 64)), rounds_rows=True)
 
 
 def test_rows_of_float8_have_a_scale_each():
@@ -228,7 +256,7 @@ def test_rows_of_float8_have_a_scale_each():
         np.float32(rng.uniform(size=(1, 6))),
     )
     x *= np.float32([[1e-6], [1], [1e6]])
-    found = few_rows_matmul(jnp.asarray(x), codes, scales=scales)
+    found = few_rows_matmul(jnp.asarray(x), codes, scales=scales, rounds_rows=True)
     largest = np.abs(x).max(axis=1, keepdims=True) / np.float32(448)
     rows = np.float32(np.asarray(x / largest, jnp.float8_e4m3fn)) * largest
     expected = np.float64(rows) @ np.float64(np.float32(codes)).T * scales

@@ -52,6 +52,20 @@ CASES |= {
     "codes of 8 bits": dict(
         sizes=(3, 384, 128), tuning=Tuning(64, splits=1, stages=2), codes=jnp.int8
     ),
+    "codes of float8": dict(
+        sizes=(3, 384, 128),
+        tuning=Tuning(64, splits=1, stages=2),
+        codes=jnp.float8_e4m3fn,
+    ),
+    "codes of float8, all": dict(
+        sizes=(9, 256, 128),
+        tuning=Tuning(64, splits=1, stages=2),
+        codes=jnp.float8_e4m3fn,
+        group=128,
+        activation="geglu",
+        normal=True,
+        adds=True,
+    ),
     "codes of 4 bits, a norm, gates": dict(
         sizes=(9, 512, 128),
         tuning=Tuning(64, splits=1, stages=2),
@@ -92,6 +106,12 @@ def make_case(
     )
     if codes is not None:
         weights = rng.integers(-8, 8, size=(columns, depth))
+        if jnp.issubdtype(codes, jnp.floating):
+            # Also numbers near 0, of which few bits are left, and the largest.
+            weights = rng.normal(size=weights.shape) * 2.0 ** rng.integers(
+                -12, 3, size=weights.shape
+            )
+            weights[0, :2] = 448, -448
         scales = rng.uniform(0.01, 0.02, size=(depth // group, columns))
         operands = operands._replace(
             weights=jnp.asarray(weights, codes), scales=jnp.float32(scales)
@@ -181,7 +201,7 @@ def test_early_kernels_wait_for_the_kernels_before(on_hopper, early):
     assert ("griddepcontrol.wait" in text) == (early and HAS_EARLY_START)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4, jnp.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "group", "activation"),
     [
@@ -200,7 +220,12 @@ def test_codes_lower_for_cuda(
     def run(x, codes, scales):
         norm = x[0], 1e-5
         return few_rows_matmul(
-            x, codes, scales=scales, norm=norm, activation=activation
+            x,
+            codes,
+            scales=scales,
+            norm=norm,
+            activation=activation,
+            implementation="mosaic_gpu",
         )
 
     assert num_kernels(run, x, codes, scales) == 1

@@ -20,6 +20,7 @@ from zjax_kernels.device import (
     describe,
     load_implementation,
     refuse,
+    untried,
 )
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -37,6 +38,7 @@ def few_rows_matmul(
     norm: tuple[Array, float] | None = None,
     activation: Activation = "",
     residual: Array | None = None,
+    rounds_rows: bool = False,
     early: bool = False,
     implementation: Implementation = "auto",
 ) -> Array:
@@ -51,21 +53,23 @@ def few_rows_matmul(
             an activation with gates. With `scales`, codes transposed: int8, int4 or
             float8_e4m3fn [M, K] or [2 M, K].
         scales: [K / group, M] or [K / group, 2 M] floats, by which the sums of each
-            group of inputs are multiplied, or None. Codes of float8 have one group, and
-            rows are rounded to float8, too, each with a scale.
+            group of inputs are multiplied, or None.
         norm: Scale [K] and number added to the mean square, at least 0, of an RMS norm
             of the rows before the product, or None.
         activation: `gelu` (with tanh), or with gates `swiglu`, `geglu` or
             `clamped_swiglu`, of the product in float32; empty is none.
         residual: [N, M] in the dtype of `x`, added to the result, or None.
+        rounds_rows: Whether rows are rounded to float8, each with a scale, and meet
+            codes of float8, of one group, in a product of float8.
         early: Whether the kernel reads `weights` and `scales` while the operations
             before still run (dependent launch, JAX 0.11.2 or newer). They must be
             arrays that no recent operation computes, as parameters of a model are:
             otherwise results are wrong.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, 1 to 64 rows, K and
-            M multiples of 64; for codes of integers bfloat16 rows, K a multiple of 128,
-            for int4 of 256, and groups of 64 or 128), `reference` (anywhere, any
-            sharding), or `auto`: `mosaic_gpu` where possible, logged once.
+            M multiples of 64; for codes bfloat16 rows, K a multiple of 128, for int4 of
+            256, groups of 64 or 128, and rows as they are), `reference` (anywhere, any
+            sharding), or `auto`: `mosaic_gpu` where possible, logged once, but
+            `reference` for float8.
 
     Returns:
         [N, M] in the dtype of `x`, summed in float32. There is no gradient rule.
@@ -84,9 +88,11 @@ def few_rows_matmul(
     """
     scale, eps = (None, 0.0) if norm is None else norm
     operands = Operands(x, weights, scales, scale, residual)
-    options = Options(eps=float(eps), activation=activation, early=early)
+    options = Options(float(eps), activation, rounds_rows=rounds_rows, early=early)
     _check(operands, options)
     problem, remedy = _obstacle(operands, options)
+    if weights.dtype == FLOAT8:
+        problem = problem or untried(implementation, "codes of float8")
     rows, depth = x.shape
     chosen = choose_implementation(
         implementation,
@@ -102,8 +108,8 @@ def few_rows_matmul(
 def _obstacle(operands: Operands, options: Options) -> tuple[str, str]:
     """Returns problem and remedy of arrays without a kernel, or empty strings."""
     x, weights, scales, *_ = operands
-    if weights.dtype == FLOAT8:
-        return "it needs weights of 16 bits or integers, not float8", "quantise again"
+    if options.rounds_rows:
+        return "it multiplies rows as they are", "leave out rounds_rows"
     dtypes = DTYPES if scales is None else DTYPES[:1]
     if x.dtype.name not in dtypes:
         problem = f"it needs {' or '.join(dtypes)} rows and x is {x.dtype.name}"
@@ -144,7 +150,11 @@ def _check(operands: Operands, options: Options) -> None:
             problem, remedy = "does not have 2 dims", f"give {form}"
             problems.append(describe(f"{name}.shape", array.shape, problem, remedy))
     refuse(problems)
-    refuse([*_shape_problems(operands, options), *_dtype_problems(operands)])
+    if options.rounds_rows and (scales is None or weights.dtype != FLOAT8):
+        problem = f"meets weights of {weights.dtype}, not codes of float8"
+        problems.append(describe("rounds_rows", True, problem, "leave it out"))
+    problems += [*_shape_problems(operands, options), *_dtype_problems(operands)]
+    refuse(problems)
 
 
 def _shape_problems(operands: Operands, options: Options) -> Iterator[str]:
@@ -169,8 +179,8 @@ def _shape_problems(operands: Operands, options: Options) -> Iterator[str]:
             problem = f"does not scale codes of shape {weights.shape}"
             remedy = f"give ({depth} / group, {columns})"
             yield describe("scales.shape", scales.shape, problem, remedy)
-        elif weights.dtype == FLOAT8 and groups > 1:
-            problem, remedy = "has several groups, of float8", f"give (1, {columns})"
+        elif options.rounds_rows and groups > 1:
+            problem, remedy = "has several groups", f"give (1, {columns})"
             yield describe("scales.shape", scales.shape, problem, remedy)
 
 

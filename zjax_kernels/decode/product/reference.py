@@ -49,11 +49,13 @@ class Options:
     Args:
         eps: Number added to the mean square of the norm.
         activation: Name of the activation of the product; empty is none.
+        rounds_rows: Whether rows are rounded to float8, as the codes are.
         early: Whether the weights are read before the last kernels end.
     """
 
     eps: float = 0.0
     activation: Activation = ""
+    rounds_rows: bool = False
     early: bool = False
 
     @property
@@ -79,7 +81,7 @@ def few_rows_matmul(operands: Operands, options: Options) -> Array:
     x = normalised(x, norm, options.eps)
     if scales is None:
         total = jnp.matmul(x, weights, preferred_element_type=jnp.float32)
-    elif weights.dtype == FLOAT8:
+    elif options.rounds_rows:
         total = _multiply_float8(x, weights, scales)
     else:
         total = _multiply_codes(x, weights, scales)

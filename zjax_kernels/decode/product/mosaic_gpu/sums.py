@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.decode.product.mosaic_gpu.ring import Ring
 from zjax_kernels.decode.product.tuning import CHUNK, num_bits
-from zjax_kernels.sparse.mosaic_gpu.arithmetic import ACC, ROWS, index, per_row
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import ACC, ROWS, index, per_row, widen
 
 
 class Sums(NamedTuple):
@@ -85,7 +85,9 @@ def _product_of_codes(ring: Ring, stage: Array, part: int) -> Array:
     layout = narrow[num_bits(codes.dtype)]
     weights = arithmetic.load(codes, layout, optimized=False)
     weights = arithmetic.layout_cast(weights, plgpu.Layout.WGMMA)
-    weights = weights.astype(memory.x.tiled.dtype)
+    dtype = memory.x.tiled.dtype
+    is_float = jnp.issubdtype(codes.dtype, jnp.floating)
+    weights = widen(weights, dtype) if is_float else weights.astype(dtype)
     pairs = [
         (weights[:, chunk * CHUNK : (chunk + 1) * CHUNK], ring.rows(stage, chunk))
         for chunk in range(sizes.chunks)
