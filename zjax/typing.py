@@ -5,6 +5,7 @@ head dim, M model width, F feed-forward width, V vocabulary, T tokens, N microba
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -132,6 +133,11 @@ class Segment:
     and no update of the optimizer."""
 
 
+LogPartition = Callable[[Any], Any]
+"""Function from scores [..., V] to the logarithm of the sum of exponentials."""
+logsumexp: LogPartition = functools.partial(jax.nn.logsumexp, axis=-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Continuation:
     """Functions that continue text: N tokens of any rows, each as a row of its own.
@@ -157,6 +163,9 @@ class Continuation:
     score: Callable[..., Any]
     """`score(params, carry) -> float32[N, V]`: logits of the next token, from the
     parameters of the head."""
+    log_partition: LogPartition = logsumexp
+    """`log_partition(float32[N, V]) -> float32[N]`: the logarithm of the sum of
+    exponentials of logits."""
 
 
 @jax.tree_util.register_dataclass

@@ -245,6 +245,15 @@ def test_models_without_codes_are_refused(make, message):
     assert not [*dtype_problems(made, Dtypes(cache="float8"))]
 
 
+def test_roundings_that_training_lacks_are_refused():
+    decoder = language.make_language_model(language.LLAMA, batch_invariant=True)
+    why = "rounds what training does not, and the model is batch-invariant"
+    assert [*map(str, dtype_problems(decoder, Dtypes("int8", "float8")))] == [
+        f"weight_dtype='int8' {why}; use 'compute'",
+        f"cache_dtype='float8' {why}; use 'compute'",
+    ]
+
+
 def test_matrices_that_devices_split_are_refused():
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=auto)

@@ -75,6 +75,7 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
     for setting in (
         "num_tokens",
         "precision.matmul_dtype",
+        "precision.batch_invariant",
         "lora.dropout",
         "sequence_warmup",
         "curriculum.metrics",

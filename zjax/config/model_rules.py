@@ -5,6 +5,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator
 
+from zjax.config.invariance import invariance_problems
 from zjax.errors import Problem
 from zjax.files import META_NAME, parse_json, read_text
 from zjax.schedule import buckets, dropping, lengths
@@ -286,6 +287,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     (("model", "mesh", "pipeline"), stages.model_problems),
     ((), _offload),
     ((), _attention),
+    ((), invariance_problems),
     (("data", "model"), attention.sparsity_problems),
     (("data", "model", "mesh"), sequence.sequence_problems),
     (("data", "model"), _length),

@@ -19,6 +19,7 @@ from zjax.generation.chunks import Chunks, batch_of
 from zjax.generation.pages import attend
 from zjax.generation.passes import (
     DIMS_OF_ROWS,
+    Head,
     Reader,
     Rows,
     lay_chunks,
@@ -105,8 +106,8 @@ class UnitPrograms:
         """Returns the history and the new tokens."""
 
         def choose(head: Params, parts: Any, carry: Any, *known: Any) -> Any:
-            score = functools.partial(self.reader.continuation.score, head)
-            return score_and_choose(score, parts, carry, *known)
+            found = Head.of(self.reader.continuation, head)
+            return score_and_choose(found, parts, carry, *known)
 
         head = gathered(head, self._rows["head"])
         # Chunks, stream, history, rows and pieces.

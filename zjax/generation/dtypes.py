@@ -40,6 +40,9 @@ def dtype_problems(decoder: Any, dtypes: Dtypes) -> Iterator[Problem]:
         elif value != "compute" and not isinstance(decoder, Decoder):
             problem = "goes with the built-in decoder, stored on the devices"
             yield Problem(field, value, problem, "use 'compute'")
+        elif value != "compute" and decoder.invariant:
+            problem = "rounds what training does not, and the model is batch-invariant"
+            yield Problem(field, value, problem, "use 'compute'")
     if dtypes.weights not in WEIGHT_DTYPES[1:] or not isinstance(decoder, Decoder):
         return
     yield from code_problems(decoder, dtypes.weights)

@@ -16,6 +16,7 @@ from zjax.models.continuation import How
 from zjax.models.layers import Stored
 from zjax.models.projections import Projections, finish
 from zjax.ops import attention, sparse
+from zjax.ops.invariant_attention import attend_to_pages, scores_of
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, pin
 from zjax_kernels import paged_attention, write_pages
@@ -118,6 +119,11 @@ def _attend_to_pages(
     chunks: Chunks, cache: Pages, how: How, q: Float[Array, "C T H D"]
 ) -> Float[Array, "C T H Dv"]:
     """Attends to all earlier tokens, or to the last tokens in a window."""
+    if how.invariant:
+        places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        where = chunks.pages, chunks.starts[:, None] + places
+        scores = scores_of(how.bounds, q.shape[-1])
+        return attend_to_pages(q, *cache.read(), *where, scores, how.sinks)
     return paged_attention(
         q,
         *cache.read(),

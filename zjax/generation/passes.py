@@ -29,10 +29,34 @@ from zjax.models.projections import finish
 from zjax.models.stack import Decoder
 from zjax.sharding.activations import pin_everywhere
 from zjax.sharding.layers import layers_of
-from zjax.typing import Continuation, Params, Segment, Stack
+from zjax.typing import (
+    Continuation,
+    LogPartition,
+    Params,
+    Segment,
+    Stack,
+    logsumexp,
+)
 
-Score = Callable[[Float[Array, "N 1 M"]], Float[Array, "N V"]]
-"""Returns the logits of the token behind each token of a stream."""
+
+class Head(NamedTuple):
+    """What a stream says of the next tokens.
+
+    Args:
+        score: Function from a stream [N, 1, M] to the logits [N, V] of the token behind
+            each token.
+        log_partition: Function from logits to the logarithms of the sums of
+            exponentials.
+    """
+
+    score: Callable[[Any], Float[Array, "N V"]]
+    log_partition: LogPartition = logsumexp
+
+    @classmethod
+    def of(cls, continuation: Continuation, params: Params) -> "Head":
+        """Returns the head of a model with parameters."""
+        score = functools.partial(continuation.score, params)
+        return cls(score, continuation.log_partition)
 
 
 DIMS_OF_ROWS = Chosen._make([1, 1, 1, 1, 0])
@@ -199,12 +223,12 @@ def run_pass(
     """
     parts = lay_chunks(history, rows, pieces, sizes)
     stream, caches = reader.read(weights, caches, parts)
-    score = functools.partial(reader.continuation.score, weights.head)
-    return caches, *score_and_choose(score, parts, stream, history, rows, pieces)
+    head = Head.of(reader.continuation, weights.head)
+    return caches, *score_and_choose(head, parts, stream, history, rows, pieces)
 
 
 def score_and_choose(
-    score: Score,
+    head: Head,
     parts: Sequence[Chunks],
     stream: Float[Array, "N 1 M"],
     history: Int[Array, "slots S"],
@@ -215,25 +239,25 @@ def score_and_choose(
     # Experts leave rows split over devices. Inside a data shard XLA cannot partition
     # the lookup of a token of each chunk then.
     stream = pin_everywhere(stream)
-    logits = score(chosen_from(parts, pieces, stream))
-    updated, chosen = choose(logits, history, rows, pieces)
+    logits = head.score(chosen_from(parts, pieces, stream))
+    updated, chosen = choose(logits, history, rows, pieces, head.log_partition)
     if pieces[-1].num_best is None:
         return updated, chosen
     chunks = split_tokens(parts, stream[:, None])[-1]
-    prompt = score_prompts(score, chunks, history, pieces[-1])
+    prompt = score_prompts(head, chunks, history, pieces[-1])
     return updated, chosen._replace(prompt=prompt)
 
 
 def score_prompts(
-    score: Callable[[Any], Float[Array, "T V"]],
+    head: Head,
     chunks: Any,
     history: Int[Array, "slots S"],
     pieces: Pieces,
 ) -> Logprobs:
     """Finds log-probabilities of the tokens that follow the T tokens of each chunk.
 
-    `score` maps an entry of `chunks`, arrays of which the first is [C, T, ...], to the
-    logits behind each token. A chunk that asks for nothing is not scored.
+    `head.score` maps an entry of `chunks`, arrays of which the first is [C, T, ...], to
+    the logits behind each token. A chunk that asks for nothing is not scored.
     """
     assert pieces.num_best is not None
     size = jax.tree.leaves(chunks)[0].shape[1]
@@ -242,10 +266,11 @@ def score_prompts(
     tokens = history[pieces.slots[:, None], places]
 
     def find(chunk: Any, tokens: jax.Array, number: jax.Array) -> Logprobs:
-        logits = score(chunk).astype(jnp.float32)
+        logits = head.score(chunk).astype(jnp.float32)
         most = min(MAX_LOGPROBS, logits.shape[1])
         numbers = jnp.full(size, number, jnp.int32)
-        return find_logprobs(logits, tokens, numbers, num_best=most)
+        how = {"num_best": most, "log_partition": head.log_partition}
+        return find_logprobs(logits, tokens, numbers, **how)
 
     def find_if_asked(inputs: tuple[Any, jax.Array, jax.Array]) -> Logprobs:
         return or_zeros(inputs[-1] >= 0, find, *inputs)
@@ -338,9 +363,11 @@ def choose(
     history: Int[Array, "slots S"],
     rows: Rows,
     pieces: Sequence[Pieces],
+    log_partition: LogPartition = logsumexp,
 ) -> tuple[Int[Array, "slots S"], Chosen]:
     """Chooses tokens [T, pieces]; adds tokens to the history where a row ends."""
     num_best = min(MAX_LOGPROBS, scores.shape[1])
+    how = {"num_best": num_best, "log_partition": log_partition}
     num_drafts = pieces[0].num_drafts
     numbers = zip(*(piece[:4] for piece in pieces), strict=True)
     slots, starts, counts, ends = map(jnp.concatenate, numbers)
@@ -351,9 +378,9 @@ def choose(
     if num_drafts:
         scores = scores.reshape(-1, len(slots), scores.shape[1])
         drafts = jnp.asarray(pieces[0].drafts), counts - 1
-        chosen = verify(scores, *drafts, *row, num_best=num_best)
+        chosen = verify(scores, *drafts, *row, **how)
     else:
-        chosen = choose_tokens(scores, *row, num_best=num_best)
+        chosen = choose_tokens(scores, *row, **how)
         chosen = jax.tree.map(lambda x: x[None], chosen)
     history = _append(history, chosen.tokens, slots, known, ends)
     # Every device, and so every process, has all text.

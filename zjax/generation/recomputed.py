@@ -15,7 +15,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int
 
 from zjax.errors import ConfigError, Problem
-from zjax.generation.passes import Rows, choose, score_prompts
+from zjax.generation.passes import Head, Rows, choose, score_prompts
 from zjax.generation.plan import Pieces, lay_tasks
 from zjax.generation.programs import History, read_in_turn
 from zjax.generation.sampling import MAX_LOGPROBS, Chosen, Logprobs
@@ -186,7 +186,7 @@ class RecomputedPasses:
             return self._model.score(weights, pin_rows(tokens[None]))[0, places]
 
         with dtype_promotion():
-            return score_prompts(score, chunks, history, pieces)
+            return score_prompts(Head(score), chunks, history, pieces)
 
     def _run(
         self,

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from zjax.errors import ConfigError, Problem
 from zjax.generation import logits as transforms
+from zjax.typing import LogPartition, logsumexp
 from zjax_kernels import find_best
 
 MAX_END_IDS = 8
@@ -374,13 +375,15 @@ def choose_tokens(
     lengths: Int[Array, " R"],
     *,
     num_best: int = 0,
+    log_partition: LogPartition = logsumexp,
 ) -> Chosen:
     """Chooses the next token of each row.
 
     `history` has prompt and text from column 0 on, `lengths` tokens of which
     `prompt_lengths` are the prompt; later columns are not read. `num_best` is static,
     the number of tokens in `Chosen.best_ids`. All rows have log-probabilities if a row
-    asks for some, and zeros else.
+    asks for some, and zeros else. `log_partition` maps scores to the logarithm of the
+    sum of exponentials.
 
     A row draws with `fold_in(fold_in(key(seed), sample), length)`, so that a draw is
     the same at another row, beside other rows, and on other devices.
@@ -389,7 +392,7 @@ def choose_tokens(
     known = history, prompt_lengths, lengths
 
     def choose(raw):
-        return _choose_as_asked(raw, rows, known, num_best)
+        return _choose_as_asked(raw, rows, known, num_best, log_partition)
 
     def choose_greedily(raw):
         best = raw.shape[0], num_best
@@ -418,7 +421,7 @@ def _asks_for_more(rows: SamplingRows) -> Bool[Array, " R"]:
     )
 
 
-def _choose_as_asked(raw, rows, known, num_best):
+def _choose_as_asked(raw, rows, known, num_best, log_partition):
     """Chooses tokens as `choose_tokens` does, whatever rows ask for."""
     history, prompt_lengths, lengths = known
     allowed = restrict(raw, rows, history, prompt_lengths, lengths)
@@ -434,7 +437,8 @@ def _choose_as_asked(raw, rows, known, num_best):
         draws.any(), draw, lambda allowed: (greedy, allowed), allowed
     )
     scores = jnp.where(rows.filtered_logprobs[:, None], scores, raw)
-    found = find_logprobs(scores, tokens, rows.num_logprobs, num_best=num_best)
+    how = {"num_best": num_best, "log_partition": log_partition}
+    found = find_logprobs(scores, tokens, rows.num_logprobs, **how)
     return Chosen(tokens, *found)
 
 
@@ -444,6 +448,7 @@ def find_logprobs(
     num_asked: Int[Array, " R"],
     *,
     num_best: int,
+    log_partition: LogPartition = logsumexp,
 ) -> Logprobs:
     """Returns log-probabilities of a token of each row and of the most likely tokens.
 
@@ -452,7 +457,7 @@ def find_logprobs(
     """
 
     def describe(scores, tokens):
-        norms = jax.nn.logsumexp(scores, axis=1)
+        norms = log_partition(scores)
         logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - norms
         return logprobs, *or_zeros(num_asked > 0, rank, scores, norms)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zjax.generation.sampling import Chosen, SamplingRows, choose_tokens
+from zjax.typing import LogPartition, logsumexp
 
 
 def verify(
@@ -25,6 +26,7 @@ def verify(
     lengths: Int[Array, " R"],
     *,
     num_best: int = 0,
+    log_partition: LogPartition = logsumexp,
 ) -> Chosen:
     """Chooses tokens as far as drafts are right, and one more; -1 where none is chosen.
 
@@ -39,9 +41,11 @@ def verify(
     # Penalties of a position read the drafts before it, which are right if it counts.
     history = history.at[row_numbers, columns].set(drafts, mode="drop")
 
+    how = {"num_best": num_best, "log_partition": log_partition}
+
     def choose(logits, number):
         known = prompt_lengths, lengths + number
-        return choose_tokens(logits, rows, history, *known, num_best=num_best)
+        return choose_tokens(logits, rows, history, *known, **how)
 
     chosen = jax.vmap(choose)(logits, numbers)
     is_draft = numbers[:-1, None] < num_drafts[None]

@@ -10,12 +10,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zjax.models import layers
-from zjax.models.embedding import Context
+from zjax.models.embedding import Context, positions_in_segments
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
 from zjax.models.latent import LatentAttention
 from zjax.models.mixture import MixtureOfExperts
 from zjax.ops import attention, remat, sparse
 from zjax.ops.explicit_attention import Dropout
+from zjax.ops.invariant_attention import attend_to_rows, scores_of
 from zjax.ops.keys import fold_in, fold_name
 from zjax.parallel import tensor
 from zjax.parallel.sequence import by_chunks, sequence_attention
@@ -56,6 +57,8 @@ class Block(nnx.Module):
             config.window_size if layer.slides else 0, config.attention_soft_cap
         )
         self.rotates = layer.rotates
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.sparse = sparse.sparse_of(config)
         self.implementation: attention.Implementation = config.attention_kernel
         num_writers = 1 if norm_position == "stream" else 2 * config.num_layers
@@ -186,20 +189,23 @@ class Block(nnx.Module):
             mask = None if lengths is None else _length_mask(lengths, k.shape[1])
             masks = {"segment_ids": segment_ids, "key_mask": mask, "window": window}
             return sparse.sparse_attention(q, k, v, self.sparse, spread=spread, **masks)
-        return attention.dot_product_attention(
-            q,
-            k,
-            v,
+        attend = functools.partial(
+            attention.dot_product_attention,
             causal=self.causal,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            window=window,
             bounds=self.bounds,
             dropout=dropout,
-            sinks=self.attention.laid_sinks(),
             implementation=self.implementation,
             value_size=self.config.value_size,
         )
+        masks = {"segment_ids": segment_ids, "lengths": lengths}
+        sinks = self.attention.laid_sinks()
+        if not self.invariant:
+            return attend(q, k, v, window=window, sinks=sinks, **masks)
+        assert window is None  # see config.model_rules
+        ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+        given = positions_in_segments(ids), scores_of(self.bounds, q.shape[-1])
+        y = attend_to_rows(attend, q, k, v, *given, sinks=sinks, **masks)
+        return remat.mark(y, remat.ATTENTION)
 
     def _attend(self, attend, x, context, key, adapter_dropout=None):
         """Adds attention to the stream; returns the stream and the cache."""
@@ -225,7 +231,8 @@ class Block(nnx.Module):
         y = y if output_norm is None else output_norm(y)
         # Named before a norm reads it: recomputing the norm then repeats no product.
         y = y if key is None else layers.dropout(y, self.config, key)
-        x = remat.mark(x + y, remat.MIDDLE)
+        add = layers.adder(invariant=self.invariant)
+        x = remat.mark(add(x, y), remat.MIDDLE)
         return norm(x) if self.norm_position == "stream" else x
 
 

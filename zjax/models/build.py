@@ -53,9 +53,12 @@ def make_model(config: Config) -> Model:
         (12, 768, 12, 64)
     """
     model = dataclasses.replace(config.model, layers_per_scan=layers_per_scan(config))
+    how = {"deterministic": config.deterministic}
+    # An encoder has no such mode.
+    if config.precision.batch_invariant:
+        how["batch_invariant"] = True
     precision, length = config.precision.matmul_dtype, config.data.length
-    deterministic = config.deterministic
-    return _build(model, precision, length, config.lora, deterministic=deterministic)
+    return _build(model, precision, length, config.lora, **how)
 
 
 # One command builds the same model to plan host memory, to choose a mesh, and to run;
@@ -66,8 +69,7 @@ def _build(
     matmul_dtype: MatmulDtype,
     length: int,
     adapters: schema.Lora | None,
-    *,
-    deterministic: bool,
+    **options: bool,
 ) -> Model:
     """Builds the model of the given shape; equal arguments share the result."""
     if note := describe_future(model):
@@ -76,7 +78,7 @@ def _build(
         logging.warning("float8: experts multiply in precision.compute_dtype")
     module_class = {"decoder": Decoder, "encoder": Encoder}[model.kind]
     make_module = functools.partial(
-        module_class, model, matmul_dtype=matmul_dtype, deterministic=deterministic
+        module_class, model, matmul_dtype=matmul_dtype, **options
     )
 
     def make(key: jax.Array, only_block: jax.Array | None = None) -> Any:

@@ -13,10 +13,11 @@ from zjax.models.block import Block, BlockGroup, layers_of, segments_of
 from zjax.models.joined import layer_joiner, streaming
 from zjax.models.nnx import nest, values_of
 from zjax.models.stack import Decoder, head_table, make_stack, without_tiles
+from zjax.ops import invariant
 from zjax.ops.attention import Bounds
 from zjax.ops.narrow import WeightDtype
 from zjax.ops.sparse import Sparse
-from zjax.typing import Continuation, Params, Stack
+from zjax.typing import Continuation, Params, Stack, logsumexp
 
 
 class How(NamedTuple):
@@ -29,6 +30,8 @@ class How(NamedTuple):
     """Score of each head without a key."""
     value_size: int
     """Channels of stored values that are read, the first; 0 is all."""
+    invariant: bool = False
+    """Whether sums have one order, see `zjax.ops.invariant`."""
 
 
 AttendTo = Callable[..., tuple[jax.Array, Any]]
@@ -97,6 +100,7 @@ def _continuation(
             for pair in zip(original, segments, strict=True)
         ),
         score=score,
+        log_partition=invariant.log_partition if model.invariant else logsumexp,
     )
 
 
@@ -113,7 +117,13 @@ def _read(
     for layer, cache in zip(layers_of(block), caches, strict=True):
         attention = layer.attention
         value_size = attention.stored_value_size
-        how = How(layer.bounds, layer.sparse, attention.laid_sinks(), value_size)
+        how = How(
+            layer.bounds,
+            layer.sparse,
+            attention.laid_sinks(),
+            value_size,
+            layer.invariant,
+        )
         attend_to = functools.partial(attend, cache, how)
         if is_tiled:
             stream, cache = layer.trunk_with(attend_to, stream[0], context)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops import attention, rotary, sparse
+from zjax.ops import invariant as ordered
 from zjax.ops.lookup import look_up
 from zjax.ops.sparse import Window
 from zjax.ops.tokens import take_tokens
@@ -129,6 +130,8 @@ class Embedding(nnx.Module):
 
         self.config = config
         self.deterministic = deterministic
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.tokens = table("vocab", config.vocab_size)
         num_positions = config.num_positions
         self.positions = table(None, num_positions) if num_positions else None
@@ -161,9 +164,11 @@ class Embedding(nnx.Module):
         x = tensor.look_up(self.tokens[...], tokens, self.deterministic)
         if self.config.scaled_embedding:
             # Gemma rounds the factor to the dtype of the stream, too.
-            x *= jnp.asarray(self.config.embed_size**0.5, x.dtype)
+            factor = jnp.asarray(self.config.embed_size**0.5, x.dtype)
+            x = ordered.scale(x, factor) if self.invariant else x * factor
         if self.positions is not None:
-            x += self._learned_positions(positions, tokens.shape[1])
+            learned = self._learned_positions(positions, tokens.shape[1])
+            x = layers.adder(invariant=self.invariant)(x, learned)
         if self.token_types is not None:
             types = batch.get("token_types")
             # Type 0 is added, not left out: checkpoints of BERT are trained with it.
@@ -226,6 +231,7 @@ class Embedding(nnx.Module):
                 positions,
                 head_size=size,
                 theta=theta,
+                invariant=self.invariant,
                 **counts,
                 **scaling,
             )

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.models import layers
-from zjax.ops import activation, remat
+from zjax.ops import activation, invariant_layers, remat
 from zjax.ops.remat import materialize_gradient
 from zjax.settings import schema
 
@@ -49,6 +49,8 @@ class FeedForward(nnx.Module):
         linear = functools.partial(layers.Linear, matmul_dtype=matmul_dtype, rngs=rngs)
         gated, use_bias = config.is_gated, config.use_bias
         self.activation = config.activation
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.gate = linear(embed, mlp, use_bias=use_bias) if gated else None
         self.up = linear(embed, mlp, use_bias=use_bias)
         # The sum of tiles has the output bias once.
@@ -67,14 +69,20 @@ class FeedForward(nnx.Module):
         assert not isinstance(x, layers.Normalized)  # joined kernels alone apply it
         if self.gate is None:
             up = self.up(x, remat.MLP, adapter_dropout=adapter_dropout)
-            hidden = activation.UNGATED[self.activation](up)
+            hidden = self._activate(up)
         else:
             linears = self.up, self.gate
             up, gate = layers.project(
                 x, linears, remat.MLP, adapter_dropout=adapter_dropout
             )
-            hidden = activation.GATED[self.activation](gate, up)
+            hidden = self._activate(gate, up)
         return self.down(hidden, adapter_dropout=adapter_dropout)
+
+    def _activate(self, *inputs: Float[Array, "B L F"]) -> Float[Array, "B L F"]:
+        """Applies the activation to gate and value, or to one input."""
+        if self.invariant:
+            return invariant_layers.activate(self.activation, *inputs)
+        return (activation.UNGATED | activation.GATED)[self.activation](*inputs)
 
 
 class TiledFeedForward(nnx.Module):

@@ -9,10 +9,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zjax.models import layers
-from zjax.ops import activation
-from zjax.ops.activation import soft_cap
+from zjax.ops import activation, invariant
 from zjax.ops.cross_entropy import Teacher, TokenLoss, token_loss
 from zjax.ops.target_logprobs import TargetLogprobs, target_logprobs
+from zjax.ops.token_chunks import logits_of
 from zjax.parallel import sequence, tensor
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
@@ -32,6 +32,8 @@ class Head(nnx.Module):
         vocab: layers.Dims = (("vocab", config.vocab_size),)
         normal = layers.make_normal(rngs.params(), layers.INIT_STD)
         self.config = config
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.transform = (
             layers.Linear(embed, embed, use_bias=config.use_bias, rngs=rngs)
             if masked
@@ -51,15 +53,10 @@ class Head(nnx.Module):
         self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
     ) -> Float[Array, "B L V"]:
         """Returns logits in float32; `table` is the token table of tied models."""
-        # Products of bfloat16 are summed in float32: the softmax needs the digits.
-        logits = jnp.einsum(
-            "blm,vm->blv",
-            self._features(x),
-            self._matrix(table),
-            preferred_element_type=jnp.float32,
-        )
+        logits = logits_of(*self.factors(x, table), invariant=self.invariant)
         if self.bias is None:
-            return soft_cap(logits, self.config.logit_soft_cap)
+            cap = invariant.soft_cap if self.invariant else activation.soft_cap
+            return cap(logits, self.config.logit_soft_cap)
         return logits + self.bias[...].astype(jnp.float32)[None, None, :]
 
     def loss(
@@ -86,6 +83,7 @@ class Head(nnx.Module):
             teacher=teacher,
             cap=self.config.logit_soft_cap,
             z_loss=self.config.z_loss,
+            invariant=self.invariant,
             **self._chunks(x),
         )
 
@@ -105,6 +103,7 @@ class Head(nnx.Module):
             sequence.arrange(targets, self.config),
             temperature=temperature,
             cap=self.config.logit_soft_cap,
+            invariant=self.invariant,
             **self._chunks(x),
         )
         return jax.tree.map(lambda x: sequence.restore(x, self.config), found)

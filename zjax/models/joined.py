@@ -47,11 +47,13 @@ def streaming(
     activations and residuals move into the products beside them. With a narrow
     `weight_dtype`, all matrices of blocks are codes, except for absorbed matrices.
     Kernels for few rows read the experts that are chosen, and norm and residual of
-    experts.
+    experts. Blocks of a batch-invariant decoder stay as they are in training.
     """
     graph, state = nnx.split(model)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     model = nnx.merge(graph, shapes)
+    if model.invariant:
+        return model
     for blocks in segments_of(model.blocks).values():
         for layer in layers_of(blocks):
             if isinstance(layer.attention, LatentAttention):

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.models.projections import Projections
-from zjax.ops import matmul, remat, rotary, weights
+from zjax.ops import invariant as arithmetic
+from zjax.ops import invariant_layers, matmul, remat, rotary, weights
 from zjax.ops.keys import fold_name
 from zjax.ops.narrow import Codes, WeightDtype, quantize
 from zjax.ops.remat import materialize, materialize_gradient
@@ -184,6 +186,8 @@ class Linear(nnx.Module):
         """Whether few rows meet the kernel, as in the decoding of text."""
         self.defers = False
         """Whether the caller adds a `Product` to the stream."""
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.lora: Any = nnx.data(None)  # an adapter of `zjax.models.lora`, if any
         # Of codes in `kernel` (`zjax.models.qlora`), or in `joined`.
         self.scales: Any = nnx.data(None)
@@ -233,6 +237,8 @@ class Linear(nnx.Module):
             scales = self.scales[...]
             scales = scales.reshape(*scales.shape[: self.num_inputs], -1)
             y = weights.multiply(x, kernel, scales, self.num_inputs)
+        elif self.invariant:
+            y = invariant_layers.dot(x, kernel, self.num_inputs)
         elif self.streams:
             y = matmul.dot_few_rows(x, kernel, self.num_inputs)
         elif self.matmul_dtype == "compute":
@@ -243,7 +249,8 @@ class Linear(nnx.Module):
             y = matmul.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
         if not factors:
             return y
-        return self.lora.add_product(y, x, *factors, adapter_dropout=adapter_dropout)
+        how = {"adapter_dropout": adapter_dropout, "invariant": self.invariant}
+        return self.lora.add_product(y, x, *factors, **how)
 
     def finish(
         self,
@@ -262,7 +269,7 @@ class Linear(nnx.Module):
         if self.bias is not None:
             bias = self._columns(self.bias[...], 0, arrange)
             bias = bias.reshape(*[1] * (y.ndim - 1), -1)
-            y = materialize_gradient(y + bias)
+            y = materialize_gradient(adder(invariant=self.invariant)(y, bias))
         y = materialize(y) if self.fuse_bias else y
         return y.reshape(*y.shape[:-1], *dims)
 
@@ -282,6 +289,11 @@ class Linear(nnx.Module):
 
     def _columns(self, x, dim, arrange):
         return arrange(x, dim) if self.is_column_sharded else x
+
+
+def adder(*, invariant: bool) -> Callable[[Any, Any], Any]:
+    """Returns the function that adds two arrays in the dtype of both."""
+    return arithmetic.add if invariant else operator.add
 
 
 def is_tensor_sharded(name: str | None) -> bool:
@@ -414,6 +426,8 @@ class Norm(nnx.Module):
         self.zero_centered = config.zero_centered_norm
         self.defers = False
         """Whether the next product applies the norm."""
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.scale = make_param(dims, jnp.zeros if self.zero_centered else jnp.ones)
         self.bias = make_param(dims, jnp.zeros) if has_bias else None
 
@@ -430,6 +444,8 @@ class Norm(nnx.Module):
             return Normalized(x, scale, self.eps)
         shape, num_dims = x.shape, scale.ndim
         x = x.reshape(*shape[: x.ndim - num_dims], -1)
+        if self.invariant:
+            return self._normalize_alone(x).reshape(shape)
         # The compiler shards the tokens, which a kernel for one device does not.
         how = {"eps": self.eps, "implementation": "reference"}
         if self.kind == "rms_norm":
@@ -437,11 +453,28 @@ class Norm(nnx.Module):
         bias = None if self.bias is None else self.bias[...].reshape(-1)
         return norm.layer_norm(x, scale.reshape(-1), bias, **how).reshape(shape)
 
+    def _normalize_alone(self, x: jax.Array) -> jax.Array:
+        """Normalises the last dim in one order of sums."""
+        bias = None if self.bias is None else self.bias[...].reshape(-1)
+        how = {"eps": self.eps, "centre": self.kind == "layer_norm"}
+        return invariant_layers.normalize(x, self.factors().reshape(-1), bias, **how)
+
 
 def query_scale(config: schema.Model) -> float:
     """Factor of queries besides the division of scores by the root of `head_size`."""
     root = (config.head_size / config.query_scale_size) ** 0.5
     return root * score_factor(config.rotary.scaling)
+
+
+def scale_queries(
+    q: Float[Array, "B L H D"], factor: float, *, invariant: bool
+) -> Float[Array, "B L H D"]:
+    """Multiplies queries by a factor."""
+    if factor == 1.0:
+        return q
+    if invariant:
+        return arithmetic.scale(q, factor)
+    return (q * factor).astype(q.dtype)
 
 
 class Attention(nnx.Module):
@@ -485,6 +518,8 @@ class Attention(nnx.Module):
         )
         self.defers = False
         """Whether `attend` takes `Projections`, of joined kernels."""
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.normalizes_heads = by_head
         query_dims, key_dims = [(head_dim,)] * 2 if by_head else (heads, kv_heads)
         self.query_norm = Norm(config, query_dims) if has_norms else None
@@ -523,10 +558,9 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             cos, sin = rotation
-            q, k = (rotary.rotate(y, cos, sin, self.rotary_pairs) for y in (q, k))
-        if self.query_scale != 1.0:
-            q = (q * self.query_scale).astype(q.dtype)
-        return q, k
+            rotate = invariant_layers.rotate if self.invariant else rotary.rotate
+            q, k = (rotate(y, cos, sin, self.rotary_pairs) for y in (q, k))
+        return scale_queries(q, self.query_scale, invariant=self.invariant), k
 
     def _defer(self, x, rotation):
         """Leaves norms and rotation of a joined product to the store of keys."""

@@ -24,6 +24,8 @@ from jaxtyping import Array, Float
 
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
+from zjax.ops import invariant as ordered
+from zjax.ops import invariant_layers
 from zjax.ops.keys import fold_name
 from zjax.ops.weights import column_lengths
 from zjax.settings import schema
@@ -94,11 +96,22 @@ def adapt_product(
     return y * jnp.broadcast_to(gain, y.shape)
 
 
-def _add_product(y: Array, x: Array, a: Array, b: Array, settings: schema.Lora):
+def _add_product(
+    y: Array,
+    x: Array,
+    a: Array,
+    b: Array,
+    settings: schema.Lora,
+    *,
+    invariant: bool = False,
+) -> Array:
     """Adds the scaled product of `x`, `a` and `b` to `y`."""
     a, b = a.astype(y.dtype), _flat(b).astype(y.dtype)
-    scale = settings.alpha / settings.rank
-    return y + scale * (jnp.tensordot(x.astype(y.dtype), a, a.ndim - 1) @ b)
+    x, scale = x.astype(y.dtype), settings.alpha / settings.rank
+    if invariant:
+        narrow = invariant_layers.dot(x, a, a.ndim - 1)
+        return ordered.add(y, ordered.product(invariant_layers.dot(narrow, b), scale))
+    return y + scale * (jnp.tensordot(x, a, a.ndim - 1) @ b)
 
 
 def _gain(kernel: Array, matrices: dict[str, Any], settings: schema.Lora) -> Array:
@@ -174,14 +187,17 @@ class Adapter(nnx.Module):
         a: Array,
         b: Array,
         adapter_dropout: layers.AdapterDropout | None = None,
+        *,
+        invariant: bool = False,
     ) -> Float[Array, "..."]:
         """Adds the scaled product of `x` with `a` and `b`, or with shards of both.
 
         Shards are the kernel's rows of `a`, or the kernel's columns of `b`.
+        `invariant` sums have one order.
         """
         if adapter_dropout is not None:
             x = adapter_dropout(x, f"{self.path}/{NAME}", self.settings.dropout)
-        return _add_product(y, x, a, b, self.settings)
+        return _add_product(y, x, a, b, self.settings, invariant=invariant)
 
     def gain(self, kernel: Array) -> Float[Array, "..."]:
         """Returns DoRA's factor of the sum of both products, with the output dims."""

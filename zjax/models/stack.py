@@ -43,6 +43,8 @@ class Decoder(nnx.Module):
 
     Args:
         deterministic: Whether embedding gradients are summed in a fixed order.
+        batch_invariant: Whether logits of a token are the same bits in all batches, in
+            training and generation.
         only_block: int32[], index of the only block of each segment to initialise;
             None means all blocks.
     """
@@ -53,6 +55,7 @@ class Decoder(nnx.Module):
         *,
         matmul_dtype: layers.MatmulDtype = "compute",
         deterministic: bool = False,
+        batch_invariant: bool = False,
         only_block: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
@@ -72,6 +75,12 @@ class Decoder(nnx.Module):
             make_block, config, rngs=rngs, only_block=only_block
         )
         self.head = Head(config, rngs=rngs)
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
+        modules: Any = nnx.iter_modules(self)
+        for _, module in modules:
+            if hasattr(module, "invariant"):
+                module.invariant = batch_invariant
 
     @dtype_promotion()
     def __call__(

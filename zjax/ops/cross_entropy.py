@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from zjax.ops import invariant as ordered
 from zjax.ops.activation import soft_cap
 from zjax.ops.token_chunks import (
     FROM_LOGITS,
     float32_einsum,
+    logits_of,
     over_chunks,
     split_chunks,
 )
@@ -65,6 +67,7 @@ def token_loss(
     chunk_tokens: int = 0,
     num_batch_shards: int = 1,
     num_length_shards: int = 1,
+    invariant: bool = False,
 ) -> TokenLoss:
     """Sums the cross-entropy of integer targets over tokens.
 
@@ -74,7 +77,8 @@ def token_loss(
     `targets` of -100 are ignored. Another invalid target of nonzero weight makes loss
     and weight NaN. `weights` are not differentiated. `cap` bounds the logits by tanh,
     and needs `teacher=None`. At most `chunk_tokens` tokens per shard have logits at one
-    time; 0 means all tokens. The numbers of shards divide B and L.
+    time; 0 means all tokens. The numbers of shards divide B and L. With `invariant`,
+    the loss of a token is the same bits beside any tokens.
 
     Reference:
         z-loss: Chowdhery et al., PaLM (arXiv:2204.02311, section 5).
@@ -87,7 +91,7 @@ def token_loss(
     chunks = split(hidden), split(targets), split(weights)
     if teacher is not None:
         teacher = teacher._replace(hidden=split(teacher.hidden))
-    terms = _Terms(z_loss, cap)
+    terms = _Terms(z_loss, cap, invariant)
     loss_sum, correct_sum, divergence_sum = _summed_loss(
         terms, chunks[0], head, bias, *chunks[1:], teacher
     )
@@ -100,6 +104,7 @@ class _Terms(NamedTuple):
 
     z_loss: float
     soft_cap: float
+    invariant: bool
 
 
 def _checked_weights(targets, weights, num_ids):
@@ -182,18 +187,22 @@ def _chunks(hidden, targets, weights, teacher):
 
 def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hidden):
     """Sums of one chunk per shard, and the gradient of the logits."""
-    logits = float32_einsum("prcm,vm->prcv", hidden, head)
+    logits = logits_of(hidden, head, invariant=terms.invariant)
     if bias is not None:
         logits += bias.astype(jnp.float32)[None, None, None, :]
-    logits = soft_cap(logits, terms.soft_cap)
+    cap = ordered.soft_cap if terms.invariant else soft_cap
+    logits = cap(logits, terms.soft_cap)
     # A comparison fuses, and works on a sharded vocabulary; a gather does neither.
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 3)
     is_target = vocabulary == targets[..., None]
     # Subtracted for range: exp(logits) may overflow.
     largest = logits.max(-1)
     # The exponentials are recomputed below instead of stored.
-    partition = jnp.exp(logits - largest[..., None]).sum(-1)
-    log_partition = jnp.log(partition) + largest
+    if terms.invariant:
+        log_partition = ordered.log_partition(logits)
+    else:
+        partition = jnp.exp(logits - largest[..., None]).sum(-1)
+        log_partition = jnp.log(partition) + largest
     target_logit = jnp.where(is_target, logits, 0.0).sum(-1)
     losses = log_partition - target_logit + terms.z_loss * jnp.square(log_partition)
     slope = 1.0 + 2.0 * terms.z_loss * log_partition

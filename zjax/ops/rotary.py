@@ -1,12 +1,15 @@
 """Rotary position embedding, and frequencies slowed for long sequences."""
 
 import math
-from typing import Literal
+import operator
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zjax.ops import invariant as ordered
 from zjax.settings import schema
 
 
@@ -140,20 +143,30 @@ def make_rotary_tables(
     scaling: schema.RopeScaling | None = None,
     num_tokens: Int[Array, " B"] | None = None,
     num_given: Int[Array, " B"] | None = None,
+    invariant: bool = False,
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
     """Computes cosines and sines of every position, float32, once for all layers.
 
     Positions are in the document, 0 or more. `head_size` is the even number of channels
-    that rotate.
+    that rotate. With `invariant`, the numbers of a position are the same bits in all
+    programs; the scaling may not depend on the length of rows.
 
     Reference:
         Su et al., RoFormer (arXiv:2104.09864).
     """
+    factor = attention_factor(scaling)
+    if invariant:
+        # Before the program, in which the compiler may or may not fold constants.
+        with jax.ensure_compile_time_eval():
+            start = jnp.zeros((1, 1), jnp.int32)
+            frequencies = scaled_frequencies(start, head_size, theta, scaling)
+        angles = ordered.product(positions[..., None], frequencies[:, None, :])
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return ordered.product(cos, factor), ordered.product(sin, factor)
     given = positions, head_size, theta, scaling, num_tokens, num_given
     frequencies = scaled_frequencies(*given)
     # bfloat16 would merge positions above 256.
     angles = positions[..., None].astype(jnp.float32) * frequencies[:, None, :]
-    factor = attention_factor(scaling)
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
@@ -162,12 +175,15 @@ def rotate(
     cos: Float[Array, "#B L half"],
     sin: Float[Array, "#B L half"],
     pairs: Pairs = "halves",
+    *,
+    multiply: Callable[[jax.Array, jax.Array], jax.Array] = operator.mul,
+    round_to: Callable[[jax.Array, Any], jax.Array] = jnp.astype,
 ) -> Float[Array, "B L H D"]:
     """Rotates the channel pairs of queries or keys by position, in float32.
 
     The tables come from `make_rotary_tables`; the result has the dtype of `x`. Channels
     beyond the tables are unchanged. Adjacent pairs come out as halves, which scores do
-    not tell apart.
+    not tell apart. `multiply` and `round_to` are the arithmetic.
     """
     half = cos.shape[-1]
     first, second, others = jnp.split(x, (half, 2 * half), axis=-1)
@@ -175,5 +191,9 @@ def rotate(
         first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate([y.astype(x.dtype) for y in (*rotated, others)], axis=-1)
+    rotated = (
+        multiply(first, cos) - multiply(second, sin),
+        multiply(second, cos) + multiply(first, sin),
+    )
+    rounded = [round_to(y, x.dtype) for y in rotated]
+    return jnp.concatenate([*rounded, others], axis=-1)

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from zjax.ops import invariant as ordered
 from zjax.ops.activation import soft_cap
 from zjax.ops.token_chunks import (
     FROM_LOGITS,
     float32_einsum,
     join_chunks,
+    logits_of,
     over_chunks,
     split_chunks,
 )
@@ -42,6 +44,7 @@ def target_logprobs(
     chunk_tokens: int = 0,
     num_batch_shards: int = 1,
     num_length_shards: int = 1,
+    invariant: bool = False,
 ) -> TargetLogprobs:
     """Computes `log softmax(logits / temperature)[target]` and the entropy of a token.
 
@@ -51,6 +54,8 @@ def target_logprobs(
     `targets` of -100 are ignored, and another invalid target gives NaN. The temperature
     is above 0. `cap` bounds the logits by tanh. At most `chunk_tokens` tokens per shard
     have logits at one time; 0 means all tokens. The numbers of shards divide B and L.
+    With `invariant`, log-probabilities are the same bits beside any tokens, and those
+    of a sampler that filters nothing.
 
     Example:
         >>> hidden, head = jnp.zeros((1, 2, 4)), jnp.ones((8, 4))
@@ -62,7 +67,7 @@ def target_logprobs(
     split = functools.partial(
         split_chunks, num_shards=num_shards, chunk_tokens=chunk_tokens
     )
-    scale = _Scale(temperature, cap)
+    scale = _Scale(temperature, cap, invariant)
     chunks: Any = _target_logprobs(scale, split(hidden), head, split(targets))
     num_rows, length = targets.shape
     join = functools.partial(
@@ -81,6 +86,7 @@ class _Scale(NamedTuple):
 
     temperature: float
     soft_cap: float
+    invariant: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -130,7 +136,10 @@ def _scores(scale, head, hidden):
 
 def _chunk_logprobs(scale, head, hidden, targets):
     """Log-probabilities, entropies and logarithms of the partition of one chunk."""
-    scores, _ = _scores(scale, head, hidden)
+    if scale.invariant:
+        scores, shift = _shifted_scores(scale, head, hidden)
+    else:
+        (scores, _), shift = _scores(scale, head, hidden), 0.0
     # Subtracted for range: exp(scores) may overflow.
     largest = scores.max(-1)
     gaps = scores - largest[..., None]
@@ -140,7 +149,19 @@ def _chunk_logprobs(scale, head, hidden, targets):
     entropies = jnp.log(partition) - (powers * gaps).sum(-1) / partition
     chosen = jnp.where(_is_target(scores, targets), scores, 0).sum(-1)
     partitions = jnp.log(partition) + largest
-    return chosen - partitions, entropies, partitions
+    if scale.invariant:
+        partitions = ordered.log_partition(scores)
+    return chosen - partitions, entropies, partitions + shift
+
+
+def _shifted_scores(scale, head, hidden):
+    """Returns scores as a sampler has them, the largest 0, and the largest before."""
+    logits = logits_of(hidden, head, invariant=True)
+    logits = ordered.soft_cap(logits, scale.soft_cap)
+    largest = logits.max(-1, keepdims=True)
+    # A divisor that the compiler knows would become a factor, of other bits.
+    divisor = scale.temperature + ordered.product(largest, 0.0)
+    return (logits - largest) / divisor, (largest / divisor)[..., 0]
 
 
 def _chunk_gradient(scale, head, hidden, targets, entropies, partitions, *cotangents):

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from zjax.ops import invariant_layers
+
 FROM_LOGITS = "from_logits"
 """`checkpoint_name` of what a forward pass computes from logits. All policies of
 `zjax.ops.remat` save it: else the products with the vocabulary would run twice."""
@@ -71,6 +73,23 @@ def over_chunks(
         sums, output = add_chunk(sums, chunk)
         outputs.append(output)
     return sums, jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
+
+
+def logits_of(
+    hidden: Float[Array, "*S M"], head: Float[Array, "V M"], *, invariant: bool = False
+) -> Float[Array, "*S V"]:
+    """Multiplies states by the rows of a head, in float32.
+
+    With `invariant`, the logits of a state are the same bits beside any states.
+
+    Example:
+        >>> logits_of(jnp.ones((1, 2)), jnp.ones((3, 2))).tolist()
+        [[2.0, 2.0, 2.0]]
+    """
+    if invariant:
+        return invariant_layers.logits(hidden, head)
+    # Products of bfloat16 are summed in float32: the softmax needs the digits.
+    return float32_einsum("...m,vm->...v", hidden, head)
 
 
 def float32_einsum(

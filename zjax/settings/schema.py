@@ -225,6 +225,10 @@ class Precision:
     """Parameters and activations in the forward and backward pass."""
     matmul_dtype: Literal["compute", "float8"] = "compute"
     """Operands of the built-in models' attention projections and feed-forward."""
+    batch_invariant: bool = False
+    """Whether the log-probability of a token, given the tokens before it, is the same
+    bits in all batches: in training, evaluation and generation, in rows packed in any
+    way, in pages and chunks, beside any other rows."""
     grad_sum_dtype: Literal["float32", "bfloat16"] = "float32"
     """Gradients as they are added over microbatches."""
     reduce_dtype: Literal["compute", "float32"] = "compute"
