@@ -23,7 +23,7 @@ from zjax.generation.scheduler import Scheduler
 from zjax.generation.sequence import Sequence
 from zjax.models import lora
 from zjax.models.build import make_model as make_built_in
-from zjax.ops import invariant
+from zjax.models.stack import hidden_states
 from zjax.settings import schema
 
 LENGTH, ROWS, PAGE, PAGES, WIDTH = 48, 3, 4, 40, 80
@@ -40,6 +40,7 @@ PROMPTS = SHARED, [*SHARED[:18], 5, 11], RNG.integers(0, 29, size=2).tolist()
 WANTED = 25, 28, 32
 """New tokens of each prompt: texts end within blocks of keys, and in the last block of
 their pages."""
+TEMPERATURE = 0.7
 PACKED = ((0, 2), (1,)), ((2,), (1,), (0,))
 """Texts of each row of a batch of training."""
 
@@ -55,7 +56,8 @@ def write(decoder, *, chunk_size, sizes=SIZES):
     passes = decoder.passes(num_pages=PAGES, page_size=PAGE, **shapes)
     found = {}
     for number, (prompt, num_new) in enumerate(zip(PROMPTS, WANTED, strict=True)):
-        sampling = Sampling(temperature=1.0, num_logprobs=0, seed=number)
+        how = {"num_logprobs": 0, "filtered_logprobs": True}
+        sampling = Sampling(temperature=TEMPERATURE, seed=number, **how)
         each = Sequence(prompt, num_new, request=Request(sampling))
         found[scheduler.add(each)] = []
     for news in Engine(passes, scheduler).run():
@@ -78,10 +80,12 @@ def trained(model, texts, packed):
 
     @jax.jit
     def score(state, tokens, ids):
-        logits = nnx.merge(graph, state)(tokens, segment_ids=ids)
-        following = jnp.roll(tokens, -1, axis=1)[..., None]
-        chosen = jnp.take_along_axis(logits, following, axis=2)[..., 0]
-        return chosen - invariant.log_partition(logits)
+        model = nnx.merge(graph, state)
+        table = model.embedding.tokens[...] if model.config.tied_head else None
+        hidden = hidden_states(model, {"tokens": tokens, "segment_ids": ids}, None)
+        targets = jnp.roll(tokens, -1, axis=1)
+        found = model.head.target_logprobs(hidden, table, targets, TEMPERATURE)
+        return found.logprobs
 
     scores = np.asarray(score(state, tokens, ids))
     found = []
