@@ -55,16 +55,20 @@ def dequantised(form, kind):
         if not is_matrix or path[-1] == "key_value":
             continue
         kernel = layer.kernel[...]  # of all blocks
-        depth = kernel.shape[1 : 1 + layer.num_inputs]
-        matrices = [
-            narrow.dequantize(narrow.quantize(x.reshape(np.prod(depth), -1), kind))
-            for x in kernel
-        ]
-        layer.kernel[...] = jnp.stack(matrices).reshape(kernel.shape)
+        depth = int(np.prod(kernel.shape[1 : 1 + layer.num_inputs]))
+        matrices = kernel.reshape(len(kernel), depth, -1)
+        layer.kernel[...] = rounded(matrices, kind).reshape(kernel.shape)
     return made
 
 
-def texts_of(model, prompts=PROMPTS, sampling=SAMPLING, max_rows=2, **dtypes):
+@functools.partial(jax.jit, static_argnums=1)
+def rounded(matrices, kind):
+    """What codes hold of each matrix [blocks, in, out], in one program."""
+    codes = (narrow.quantize(x, kind) for x in matrices)
+    return jnp.stack([*map(narrow.dequantize, codes)])
+
+
+def texts_of(model, prompts=PROMPTS, sampling=SAMPLING, max_rows=1, **dtypes):
     with Generator(model, max_rows=max_rows, **dtypes) as generator:
         return generator.generate(prompts, sampling)
 
@@ -81,12 +85,13 @@ def test_texts_are_those_of_the_dequantised_model(form, kind):
 
     Norms, biases, activations and residuals are among what is compared.
     """
-    found = texts_of(model(form), max_rows=1, weight_dtype=kind)
-    expected = texts_of(dequantised(form, kind), max_rows=1)
+    found = texts_of(model(form), weight_dtype=kind)
+    expected = texts_of(dequantised(form, kind))
     assert [x.ids for x in found] == [x.ids for x in expected]
     np.testing.assert_allclose(logprobs_of(found), logprobs_of(expected), atol=2e-4)
 
 
+@functools.cache
 def first_logprobs(**dtypes):
     """Log-probabilities of all tokens after a prompt."""
     sampling = Sampling(max_new_tokens=1, num_logprobs=20)
@@ -122,7 +127,7 @@ def test_logits_are_close_to_those_of_plain_weights(dtypes, bound):
     ],
 )
 def test_greedy_texts_do_not_depend_on_neighbours(dtypes):
-    alone = [texts_of(model(), [x], max_rows=1, **dtypes)[0].ids for x in PROMPTS]
+    alone = [texts_of(model(), [x], **dtypes)[0].ids for x in PROMPTS]
     together = texts_of(model(), PROMPTS, max_rows=4, **dtypes)
     assert [x.ids for x in together] == alone
 
