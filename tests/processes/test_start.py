@@ -131,7 +131,8 @@ def test_two_processes_write_the_texts_of_one(tmp_path):
     )
     assert first == second
     for name in ("tensor", "data"):
-        assert first.pop(name) == worker.write_texts({name: 8})
+        with worker.start_writing({name: 8}) as generator:
+            assert first.pop(name) == worker.write_texts(generator)
     remedy = "; make all processes the same"
     assert first == {
         "prompts": "ProcessError: prompts='e8346f36068a6c61' on process 1 is "
