@@ -13,6 +13,7 @@ import pytest
 from tests.checkpoint import states
 from tests.run.test_ending import fit
 from tests.support import huggingface as golden
+from tests.support import language
 from tests.support.command_line import typed
 from tests.support.refusals import config_error
 from zjax.checkpoint.store import Store
@@ -65,7 +66,9 @@ def test_a_checkpoint_of_hugging_face_is_evaluated_without_a_run(
     rows = source.open_rows(config, "validation")
     rows = rows.read(EvaluationOrder(8, len(rows), 8).indices(0))
     run = golden.start(golden.make_config("llama"))
-    scores = jax.nn.log_softmax(run.bind(run.state)(jnp.asarray(rows["tokens"])))
+    tokens = jnp.asarray(rows["tokens"])
+    scores = language.logits_of(run.bind(run.state), {"tokens": tokens})
+    scores = jax.nn.log_softmax(scores)
     picked = np.take_along_axis(np.asarray(scores), rows["targets"][..., None], -1)
     assert found["eval_loss"] == pytest.approx(-picked.mean(), rel=1e-5)
     assert (found["part"], found["step"], found["evaluated_rows"]) == ("raw", 0, 8)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support import small_run
+from tests.support import language, small_run
 from tests.support.refusals import config_error, package_error
 from zjax.config import load_config
 from zjax.data.prompts import Prompts
@@ -38,7 +38,8 @@ def expected(trainer, context, wanted):
     """Of one row, by the module itself, without padding."""
     tokens = [*context, *wanted][-trainer.config.model.max_length - 1 :]
     model = trainer.run.bind(trainer.state)
-    logits = np.asarray(model(jnp.array([tokens[:-1]])))[0].astype(np.float64)
+    logits = language.logits_of(model, {"tokens": jnp.array([tokens[:-1]])})[0]
+    logits = np.asarray(logits, np.float64)
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
     last = range(len(tokens) - 1 - len(wanted), len(tokens) - 1)
     total = sum(logits[place, tokens[place + 1]] for place in last)
@@ -135,8 +136,8 @@ def test_a_text_may_be_as_long_as_the_positions(trainer, tmp_path):
     scorer, short = Scorer(other), Scorer(trainer)
     assert (scorer.max_length, short.max_length) == (32, 16)
     model = other.run.bind(other.state)
-    logits = jnp.asarray(model(jnp.array([[*row[0], 3]])))[0]
-    found = jax.nn.log_softmax(logits)
+    logits = language.logits_of(model, {"tokens": jnp.array([[*row[0], 3]])})
+    found = jax.nn.log_softmax(logits[0])
     (score, _), (cut, _) = *scorer.score([row]), *short.score([row])
     np.testing.assert_allclose(score, found[-2, 3] + found[-1, 4], rtol=1e-4)
     assert abs(score - cut) > 1e-3
