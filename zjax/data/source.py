@@ -41,7 +41,8 @@ library."""
 def open_standard_library(split: str, root: str = "") -> store.Store:
     """Reads a split of the standard library as bytes, one document per file."""
     root = root or sysconfig.get_path("stdlib")
-    documents = [_with_end(path) for path in _choose_files(root, split)]
+    tokenizer = text.make_bytes()
+    documents = [_with_end(x, tokenizer.end_id) for x in _choose_files(root, split)]
     if not documents:
         raise DataError(
             Problem(
@@ -52,10 +53,8 @@ def open_standard_library(split: str, root: str = "") -> store.Store:
             )
         )
     offsets = np.cumsum([0] + [len(document) for document in documents])
-    vocab_size = text.make_bytes().vocab_size
-    return store.Store(
-        "standard_library", np.concatenate(documents), offsets, vocab_size
-    )
+    tokens = np.concatenate(documents)
+    return store.Store("standard_library", tokens, offsets, tokenizer.vocab_size)
 
 
 def _choose_files(root: str, split: str) -> list[pathlib.Path]:
@@ -93,9 +92,9 @@ def _hash_name(path: pathlib.Path, root: str) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
 
-def _with_end(path: pathlib.Path) -> np.ndarray:
+def _with_end(path: pathlib.Path, end_id: int) -> np.ndarray:
     content = np.frombuffer(path.read_bytes(), np.uint8)
-    return np.append(content.astype(np.uint16), np.uint16(text.make_bytes().end_id))
+    return np.append(content.astype(np.uint16), np.uint16(end_id))
 
 
 NUM_ROWS = 1 << 40
