@@ -8,8 +8,7 @@ n, and a loader resumes by restarting at a step.
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -264,7 +263,7 @@ def sample_rows(
     *,
     seed: int,
     batch_size: int,
-    position: Mapping[str, Any] = MappingProxyType({}),
+    position: dict[str, Any] | None = None,
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
@@ -278,7 +277,8 @@ def sample_rows(
         WholeRows(rows, order, (batch_size,)),
         data,
         shardings,
-        position=_position(seed, len(rows), batch_size, rows.digest()) | position,
+        position=_position(seed, len(rows), batch_size, rows.digest())
+        | (position or {}),
         start_step=start_step,
         num_batches=num_batches,
     )

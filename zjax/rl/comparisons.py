@@ -98,10 +98,11 @@ def comparison_sums(
     policy = completion_logprobs(logprobs, batch)
     if isinstance(objective, settings.Kto):
         return _kto_sums(objective, policy, batch)
-    pairs = Pairs(*policy)
-    losses, rewards = _losses(objective, pairs, batch)
+    chosen, rejected = policy
+    pairs = Pairs(chosen, rejected)
+    losses, (better, worse) = _losses(objective, pairs, batch)
     loss_sum, weight = example_mean(losses, pairs.is_real)
-    metrics = _margins(*rewards, pairs.is_real)
+    metrics = _margins(better, worse, pairs.is_real)
     for name, each in zip(("chosen", "rejected"), pairs, strict=True):
         metrics[f"{name}_logprob"] = masked(each.totals, pairs.is_real).sum()
     return ComparisonSums(loss_sum, weight, metrics)
@@ -165,7 +166,7 @@ def _segment_sums(ids: Int[Array, "B L"], examples: Int[Array, "B P K"]):
     """Returns a function that sums values of tokens over the segments of examples."""
     # Comparisons fuse with the sum: nothing of the size B * P * K * L is stored, and
     # the order of the sum is fixed, unlike in a scatter.
-    is_of = (ids[:, None, None, :] == examples[..., None]) & (examples[..., None] > 0)
+    is_of = ids[:, None, None, :] == examples[..., None]
     return lambda values: jnp.where(is_of, values[:, None, None, :], 0).sum(-1)
 
 
