@@ -253,6 +253,23 @@ def test_rows_hold_whole_examples_and_lose_none():
     assert rows.digest() == ExampleRows(opened, 32).digest()
 
 
+def test_lists_of_several_lengths_share_rows():
+    """Fails if a short list takes in the first completion of the next one."""
+    lists = ["bcd", "ef", "ghij", "kl", "mn"]
+    write(
+        [{"prompt": "a", "completions": [*names]} for names in lists], examples="ranked"
+    )
+    rows = rows_of(40, {"preference": "reward_model"})
+    batch = rows.read(np.arange(len(rows)))
+    found = []
+    for row, examples in enumerate(batch["examples"]):
+        for example in examples[examples[:, 0] > 0]:
+            places = [batch["segment_ids"][row] == x for x in example[example > 0]]
+            ids = [int(batch["tokens"][row, place][1]) for place in places]
+            found.append(bytes(ids).decode())
+    assert sorted(found) == lists
+
+
 def test_sums_of_a_reference_stand_beside_the_completion():
     opened = write(PAIRS, examples="pairs")
     rows = rows_of(32)

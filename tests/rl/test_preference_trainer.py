@@ -127,6 +127,25 @@ def test_kto_learns_from_labels_whatever_the_microbatches(data, tmp_path):
     assert first[-1]["loss"] < first[0]["loss"] - 0.01
 
 
+def test_the_loss_of_kto_reads_the_divergence_of_the_step(tmp_path):
+    """A reference that is 3 below the model everywhere: nothing is ahead of the mean.
+
+    Fails if the divergence is 0, or that of another step.
+    """
+    labels = write(tmp_path / "data", "labels", number=40)
+    config = make_config(tmp_path, labels, "kto", {"evaluation.num_batches": 0})
+    _, trainer = steps_of(config, 0)
+    with trainer.loader as batches:
+        batch = dict(next(batches))
+    batch["reference_logprobs"] -= 3.0 * (batch["examples"] > 0)
+    for metrics in (
+        trainer.run.evaluate(trainer.state, batch),
+        trainer.run.step(trainer.state, batch)[1],
+    ):
+        assert float(metrics["divergence"]) == pytest.approx(3, abs=1e-4)
+        assert float(metrics["loss"]) == pytest.approx(0.5, abs=1e-5)
+
+
 def oracle(trainer, rows):
     """Log-probability of each completion, in a row of its own."""
     opened = rows.opened
