@@ -133,17 +133,22 @@ def test_the_loss_of_kto_reads_the_divergence_of_the_step(tmp_path):
     Fails if the divergence is 0, or that of another step.
     """
     labels = write(tmp_path / "data", "labels", number=40)
-    config = make_config(tmp_path, labels, "kto", {"evaluation.num_batches": 0})
+    changes = {"evaluation.num_batches": 0, "preference.desirable_weight": 3.0}
+    config = make_config(tmp_path, labels, "kto", changes)
     _, trainer = steps_of(config, 0)
     with trainer.loader as batches:
         batch = dict(next(batches))
     batch["reference_logprobs"] -= 3.0 * (batch["examples"] > 0)
+    is_desirable = np.asarray(batch["desirable"])[
+        np.asarray(batch["examples"])[..., 0] > 0
+    ]
+    expected = 0.5 * np.where(is_desirable, 3.0, 1.0).mean()
     for metrics in (
         trainer.run.evaluate(trainer.state, batch),
         trainer.run.step(trainer.state, batch)[1],
     ):
         assert float(metrics["divergence"]) == pytest.approx(3, abs=1e-4)
-        assert float(metrics["loss"]) == pytest.approx(0.5, abs=1e-5)
+        assert float(metrics["loss"]) == pytest.approx(expected, abs=1e-5)
 
 
 def oracle(trainer, rows):
