@@ -98,6 +98,17 @@ def test_dpo_raises_the_margin_of_held_out_pairs(data, tmp_path):
     assert after["eval_margin"] > 0.3 and after["eval_accuracy"] > 0.9
 
 
+@pytest.mark.parametrize("kind", ["pairs", "ranked"])
+def test_a_reward_model_ranks_held_out_completions(kind, data, tmp_path):
+    data = data if kind == "pairs" else write(tmp_path / "data", kind)
+    changes = {"num_steps": 20, "optimizer.peak_learning_rate": 1e-2}
+    before, after = fit(tmp_path / "run", data, "reward_model", changes)
+    # The vector of rewards starts at 0.
+    np.testing.assert_allclose(before["eval_loss"], np.log(2), rtol=1e-6)
+    assert before["eval_accuracy"] == 0
+    assert after["eval_accuracy"] > 0.9 and after["eval_margin"] > 0.5
+
+
 def steps_of(config, number, **options):
     """The metrics of the first steps of a run."""
     trainer = rl.PreferenceTrainer(config, devices=jax.devices()[:2], **options)

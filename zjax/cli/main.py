@@ -117,10 +117,13 @@ def sample_prompt(trainer: Trainer, flag: flags.Flag) -> np.ndarray | None:
     """Encodes the prompt that the trained model continues at the end.
 
     Conversations of the data give a question, and `--prompt` becomes a message. None if
-    tokens are not text, or if the default prompt does not fit.
+    tokens are not text, if the model gives rewards, or if the default prompt does not
+    fit.
     """
     config = trainer.config
     is_text = config.model.kind == "decoder" and config.data.source != "synthetic"
+    # A model that learns rewards alone no longer writes text.
+    is_text &= config.preference is None or not config.preference.has_rewards
     if not is_text:
         return None
     text = str(flag.value)

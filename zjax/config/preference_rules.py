@@ -1,5 +1,6 @@
 """Checks rules of objectives that compare completions."""
 
+import re
 from collections.abc import Iterator
 
 from zjax.errors import Problem
@@ -33,6 +34,10 @@ def preference_problems(config: schema.Config, num_devices: int) -> Iterator[Pro
             problem = "has no effect with preference.label_smoothing=0.0"
             remedy = "set the share of wrong preferences there, or leave it out"
             yield Problem("preference.robust", True, problem, remedy)
+    if chosen.has_rewards and config.lora and not _trains_values(config.lora):
+        patterns = config.lora.also_train
+        problem = "leaves the rewards of preference='reward_model' at 0"
+        yield Problem("lora.also_train", patterns, problem, "add 'head/value'")
     model, data = config.model, config.data
     if model.kind != "decoder":
         problem = f"has no log-probabilities of texts, which preference={kind!r} reads"
@@ -48,3 +53,11 @@ def preference_problems(config: schema.Config, num_devices: int) -> Iterator[Pro
     elif data.packing != "documents":
         problem = f"joins completions, which preference={kind!r} reads apart"
         yield Problem("data.packing", data.packing, problem, "use 'documents'")
+
+
+def _trains_values(lora: schema.Lora) -> bool:
+    """Whether the vector of rewards is trained beside adapters."""
+    try:
+        return any(re.search(pattern, "head/value") for pattern in lora.also_train)
+    except re.error:  # another rule tells it
+        return True

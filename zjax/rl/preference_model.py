@@ -8,8 +8,8 @@ import numpy as np
 from zjax.data.example_rows import DESIRABLE, EXAMPLES, REFERENCE
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
-from zjax.rl.comparisons import DIVERGENCE, comparison_sums
-from zjax.settings.preference import Kto
+from zjax.rl.comparisons import DIVERGENCE, comparison_sums, reward_sums
+from zjax.settings.preference import Kto, RewardModel
 from zjax.settings.schema import Config
 from zjax.stack.forward import with_stack
 from zjax.typing import IGNORED, Entry, Model
@@ -45,13 +45,19 @@ def preference_model(config: Config) -> Model:
     model = make_model(config)
     stack = model.stack
     assert stack is not None and stack.target_logprobs is not None  # a decoder's
-    score = stack.target_logprobs
+    score, read_values = stack.target_logprobs, stack.values
 
-    def head(params, carry, batch):
+    def head_of_texts(params, carry, batch):
         targets = jnp.where(batch["weights"] > 0, batch["targets"], IGNORED)
         logprobs = score(params, carry, targets, 1.0).logprobs
         return comparison_sums(objective, logprobs, batch)
 
+    def head_of_rewards(params, carry, batch):
+        # `preference=reward_model` turns `model.value_head` on.
+        assert read_values is not None and isinstance(objective, RewardModel)
+        return reward_sums(objective, read_values(params, carry), batch)
+
+    head = head_of_rewards if objective.has_rewards else head_of_texts
     entries = {k: v for k, v in model.entries.items() if not k.startswith("teacher/")}
     for name in ("weights", "segment_ids", "positions"):
         entries[name] = dataclasses.replace(entries[name], is_optional=False)

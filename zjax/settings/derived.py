@@ -161,7 +161,7 @@ def fill_kept_pacing(section: Any) -> None:
 
 
 def fill_from_each_other(config: Any) -> None:
-    """Derives batch, lengths and `model.vocab_size` of a new `schema.Config`."""
+    """Derives batch, lengths, vocabulary and head of a new `schema.Config`."""
     data, model, source = config.data, config.model, config.data.source
     data = dataclasses.replace(data, **_derive(data, length=model.max_length))
     _set(config, data=data)
@@ -177,9 +177,11 @@ def fill_from_each_other(config: Any) -> None:
     if buckets := config.buckets:
         order = _with_pacing(buckets.order, end=data.length)
         _set(config, buckets=dataclasses.replace(buckets, order=order))
+    if getattr(config.preference, "has_rewards", False):
+        _set(config, model=dataclasses.replace(model, value_head=True))
     if source in VOCABULARIES:
         size = _derive(model, vocab_size=VOCABULARIES[source])
-        _set(config, model=dataclasses.replace(model, **size))
+        _set(config, model=dataclasses.replace(config.model, **size))
 
 
 def _with_pacing(section: Any, **values: int) -> Any:

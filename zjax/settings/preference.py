@@ -19,6 +19,8 @@ class Preference(Choice):
     """Kinds of examples that the objective reads."""
     reads_reference: ClassVar[bool] = False
     """Whether the objective reads log-probabilities of a reference model."""
+    has_rewards: ClassVar[bool] = False
+    """Whether the model gives rewards, by `model.value_head`, which is then on."""
 
 
 @section
@@ -93,5 +95,6 @@ class RewardModel(Preference):
     """Reward of the last token, learned from comparisons (arXiv:2203.02155)."""
 
     examples: ClassVar[tuple[str, ...]] = ("pairs", "ranked")
+    has_rewards: ClassVar[bool] = True
     centering: ranges.NonNegative = 0.0
     """Weight of the square that keeps the mean reward near 0 (arXiv:2312.09244)."""
