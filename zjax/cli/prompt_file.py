@@ -128,7 +128,7 @@ def _read_rows(
         row = {key: value for key, value in record.items() if key != name}
         if problem := row_problem(row):
             _refuse(path, where, problem, "name the field otherwise, or make it JSON")
-        given = record.get(name)
+        given: Any = record.get(name)
         is_prompt = isinstance(given, str) or (has_chat and isinstance(given, list))
         if not is_prompt:
             problem = f"has no text{' or messages' * has_chat} as {name!r}"
