@@ -141,14 +141,23 @@ def test_groups_are_counted_where_none_is_dropped():
 CUT = {"lengths": [2, 4, 4], "reasons": ["stop", "length", "stop"]}
 
 
+def test_a_step_has_its_number_of_groups_where_more_were_drawn():
+    groups = rl.Groups(1, 2, WEIGHTS, max_groups=4)
+    groups.add([x for n in range(4) for x in draw(n, [float(n > 0), 0.0])])
+    assert groups.num_wanted == 0
+    found = groups.take()
+    assert places(found.rollouts) == [(1, 0), (1, 1)]
+    assert found.metrics["num_drawn_groups"] == 4.0
+
+
 def test_long_completions_are_left_out_behind_the_mean_of_the_group():
     groups = rl.Groups(1, 3, WEIGHTS, overlong="mask")
-    groups.add(draw(0, [1.0, 0.0, 0.0], **CUT))
+    groups.add(draw(0, [1.0, 0.0, 0.5], **CUT))
     found = groups.take()
     assert places(found.rollouts) == [(0, 0), (0, 2)]
-    wanted = normalised([1, 0, 0])[[0, 2]]
+    wanted = normalised([1, 0, 0.5])[[0, 2]]
     np.testing.assert_allclose(found.advantages, wanted, rtol=1e-5)
-    assert len(found.rewards) == 2
+    assert found.rewards.tolist() == [1.0, 0.5]
     assert found.metrics["truncated"] == pytest.approx(1 / 3)
     groups = rl.Groups(1, 3, WEIGHTS)
     groups.add(draw(0, [1.0, 0.0, 0.0], **CUT))

@@ -39,6 +39,9 @@ def count(prompt, completion, *, path, **row):
     with open(path, "a") as file:
         file.write("x")
 
+def one(prompt, completion, **row):
+    return 1
+
 def always(prompt, completion, **row):
     raise ValueError("never")
 
@@ -147,12 +150,11 @@ def test_what_fails_costs_one_reward_and_is_told(failure, caplog):
 
 def test_a_completion_that_one_function_fails_has_no_reward_by_any():
     """Fails if rewards by the other functions alone judge the completion."""
-    names = JUDGE, "judges:count"
-    row = {"path": os.devnull}
-    rollouts = [make(0, 0, row=row), make(0, 1, row=row | {"do": "raise"})]
+    names = JUDGE, "judges:one"
     with pool(*names) as judges:
-        first, second = judges.score(rollouts)
-    assert first.rewards[JUDGE] == 7.1
+        first, second = judges.score(does("", "raise"))
+    assert first.rewards == {"a": 2.0, JUDGE: 7.1, "judges:one": 1.0}
+    assert second.rewards["a"] == 2.0
     assert second.total(dict.fromkeys(names, 1.0)) is None
 
 

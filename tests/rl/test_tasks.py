@@ -69,6 +69,7 @@ def test_levels_and_ranges_that_make_no_task_are_refused(task):
         "3*7 + 4",
         "4 - (3 * (1 - 8))",
         "4*7-3",
+        "5*5*1",
         "25",
         "3*7+4-0",
         "(3*7)4",

@@ -128,15 +128,17 @@ def _read_rows(
         row = {key: value for key, value in record.items() if key != name}
         if problem := row_problem(row):
             _refuse(path, where, problem, "name the field otherwise, or make it JSON")
-        given: Any = record.get(name)
-        is_prompt = isinstance(given, str) or (has_chat and isinstance(given, list))
-        if not is_prompt:
+        given = record.get(name)
+        if has_chat and isinstance(given, str | list):
+            yield _as_talk(given, row, path, where), row
+        elif isinstance(given, str):
+            yield given, row
+        else:
             problem = f"has no text{' or messages' * has_chat} as {name!r}"
             _refuse(path, where, problem, "choose another --text_field")
-        yield _as_prompt(given, row, path, where) if has_chat else given, row
 
 
-def _as_prompt(
+def _as_talk(
     given: str | list, row: Row, path: pathlib.Path, where: str
 ) -> Conversation:
     """Makes a conversation of the message of a user, or of messages."""
