@@ -258,11 +258,14 @@ class Scheduler:
         the queue. The oldest is never among these: it gets every page if need be, so
         that it ends.
         """
+        lanes = []
         slots.free_behind()
         for sequence in [*slots.running]:
             while sequence.slot is not None and not slots.hold_next(sequence):
                 self._preempt(slots.running[-1])
-        return [x for x in slots.running if x.is_decoding]
+            if sequence.is_decoding:
+                lanes.append(sequence)
+        return lanes
 
     def _fills(self, lanes: list[list[Sequence]], num_steps: int) -> bool:
         """Whether pages suffice for some steps, and most of them are of use.

@@ -86,7 +86,7 @@ class Slots:
 
     def free_behind(self) -> None:
         """Releases the pages of which no token that is yet to be planned sees a key."""
-        for sequence in self.running:
+        for sequence in self.running if self.pool.window else ():
             first, end = sequence.num_behind, self.pool.first_seen(sequence.num_planned)
             if first < end:
                 self.pool.release(sequence.pages[first:end])
@@ -101,14 +101,17 @@ class Slots:
         many as it needs at most under the window, so that it goes on while others grow.
         """
         if not sequence.is_reading:
-            return self.grow(sequence, int(sequence.is_decoding))
+            return self.grow(sequence, int(sequence.num_left > 0))
         end = self._end_to_read(sequence.num_to_read, sequence.num_behind)
         num_tokens = end * self.pool.page_size - sequence.num_planned
         return self.grow(sequence, num_tokens)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Holds the pages of tokens to plan; False if too few are available."""
-        pages = self.pool.allocate(self.num_missing(sequence, num_tokens))
+        num_missing = self.num_missing(sequence, num_tokens)
+        if not num_missing:
+            return True
+        pages = self.pool.allocate(num_missing)
         if pages:
             self._add_pages(sequence, pages)
         return pages is not None
