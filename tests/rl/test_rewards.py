@@ -68,7 +68,7 @@ def values(*given):
     return does(*({"do": "value", "value": x} for x in given))
 
 
-def pool(*names, num=1, seconds=5.0):
+def pool(*names, num=1, seconds=20.0):
     return rl.RewardPool(names or [JUDGE], num_processes=num, seconds=seconds)
 
 
@@ -84,7 +84,7 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=5):
+def wait_until(condition, seconds=20):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -122,7 +122,7 @@ FAILURES = {
     "exit": "SystemExit: done",
     "end": "ended the process by exit code 3",
     "fault": "ended the process by signal 11, SIGSEGV",
-    "hang": "took more than 0.5 s",
+    "hang": "took more than 1 s",
     "'1'": "returned '1', which is no number",
     "[1]": "returned [1], which is no number",
     "1j": "returned 1j, which is no number",
@@ -137,7 +137,8 @@ def test_what_fails_costs_one_reward_and_is_told(failure, caplog):
     known = ("raise", "exit", "end", "fault", "hang")
     [bad] = does(failure) if failure in known else values(failure)
     good = make(0, 1, row={}, rewards={"a": 2.0})
-    with pool(seconds=0.5) as judges:
+    # A slow machine takes its time for what does not hang.
+    with pool(seconds=1.0 if failure == "hang" else 20.0) as judges:
         scored = judges.score([good, bad, make(0, 2, row={})])
         assert judges.failures == {JUDGE: 1}
     assert found(scored) == [7.1, None, 7.1]
@@ -179,10 +180,10 @@ def test_a_call_that_hangs_ends_with_its_children(tmp_path):
     path = tmp_path / "pid"
     row = {"do": "children", "path": str(path)}
     start = time.monotonic()
-    with pool(seconds=0.5) as judges:
+    with pool(seconds=1.0) as judges:
         scored = judges.score(does("hold", row, ""))
         assert found(scored) == [None, None, 7.1]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     wait_until(lambda: not alive(int(path.read_text())))
 
 
@@ -195,10 +196,10 @@ def test_a_process_ends_after_the_program_that_counts_the_time(task, monkeypatch
     program = process._process
     if task:
         process.call((0, 0), (0, "", "", {"do": task}))
-        assert program.wait(5) == 1
+        assert program.wait(20) == 1
     else:
         process.connection.close()
-        assert program.wait(5) == 0
+        assert program.wait(20) == 0
 
 
 def test_a_pool_that_nobody_closes_ends():
