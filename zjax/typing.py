@@ -6,6 +6,7 @@ head dim, M model width, F feed-forward width, V vocabulary, T tokens, N microba
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -114,6 +115,8 @@ class Tiles:
     block without tiles, and the input of every tile."""
     tile: Callable[..., Any]
     """`tile(params, tile_input, key) -> addition to the carry`."""
+    add: Callable[[Any, Any], Any] = operator.add
+    """`add(carry, addition) -> carry`."""
 
 
 @dataclasses.dataclass(frozen=True)

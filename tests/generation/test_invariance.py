@@ -32,7 +32,6 @@ DEEP = "gpt", "llama", "a layer without rotation"
 FAMILIES = {
     name: config if name in DEEP else dataclasses.replace(config, num_layers=1)
     for name, config in ALL.items()
-    if not config.moe and not config.latent and config.mlp_tiles == 1
 }
 RNG = np.random.default_rng(3)
 SHARED = RNG.integers(0, 29, size=19).tolist()

@@ -97,7 +97,7 @@ class UnitPrograms:
         assert tiles is not None
 
         def add(params: Params, carry: jax.Array, entering: jax.Array) -> jax.Array:
-            return pin_rows(carry + tiles.tile(params, entering, None))
+            return pin_rows(tiles.add(carry, tiles.tile(params, entering, None)))
 
         params = gathered(params, self._rows[segment, True])
         return by_shard(add, shard_axes(), (None, 0, 0), 0)(params, carry, entering)

@@ -201,7 +201,7 @@ def _run_block(segment: Segment, block, attend, carry, context, parts, params, c
     trunk, tiles = segment.tiles.split(params)
     (carry, entering), caches = block(trunk, carry, context, attend, caches)
     for tile in tiles:
-        carry += segment.tiles.tile(tile, entering, None)
+        carry = segment.tiles.add(carry, segment.tiles.tile(tile, entering, None))
     return carry, caches
 
 

@@ -86,6 +86,8 @@ class Block(nnx.Module):
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None = None
     ) -> tuple[Float[Array, "B L M"], Auxiliary]:
         """Transforms the stream; the key is None in evaluation."""
+        if self.invariant and isinstance(self.mlp, TiledFeedForward):
+            return self._add_tiles(self.mlp, x, context, key), Auxiliary()
         attend, dropout = self._make_attend(context, key), None
         if key is not None:
             dropout = layers.AdapterDropout(key, self.config)
@@ -151,8 +153,18 @@ class Block(nnx.Module):
         if self.mlp.down is not None:
             # The bias of the sum of all tiles, dropped like the tiles.
             bias = self.mlp.down(jnp.zeros_like(x))
-            x = x + layers.dropout(bias, self.config, _keys(key)[1])
+            bias = layers.dropout(bias, self.config, _keys(key)[1])
+            x = layers.adder(invariant=self.invariant)(x, bias)
         return (x, mlp_input), cache
+
+    def _add_tiles(self, mlp, x, context, key):
+        """Adds tiles to the stream one by one, as separate programs and passes do."""
+        x, entering = self.trunk(x, context, key)
+        add = layers.adder(invariant=self.invariant)
+        for number in range(len(mlp.tiles)):
+            tile = mlp.tiles[str(number)]
+            x = add(x, run_tile(tile, entering, key, config=self.config))
+        return x
 
     def _make_attend(self, context, key=None):
         """Returns the attention of a full sequence, which has no cache."""

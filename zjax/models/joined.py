@@ -167,8 +167,10 @@ def _layer_joiner(
     """Returns the function from parameters of a layer to parameters as streamed."""
     groups, mlp, attention = [*_groups_of(streamed)], streamed.mlp, layer.attention
     has_laid = isinstance(mlp, MixtureOfExperts) and mlp.router.laid is not None
-    has_latents = isinstance(attention, LatentAttention)
-    absorb = attention.absorber() if has_latents else None
+    absorb = None
+    # A batch-invariant layer makes these matrices as in training.
+    if isinstance(attention, LatentAttention) and not layer.invariant:
+        absorb = attention.absorber()
 
     def lay(params: Params) -> Params:
         params = _join_layer(groups, weight_dtype, params)

@@ -13,12 +13,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.models import layers
-from zjax.ops import remat, rotary
+from zjax.ops import invariant_layers, remat, rotary
 from zjax.parallel import tensor
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import pin
 from zjax.typing import Params
+from zjax_kernels import abstract
 
 NORM_EPS = 1e-6
 """Term that norms of latents add to the variance, whatever `model.norm_eps` is."""
@@ -56,6 +57,8 @@ class LatentAttention(nnx.Module):
             layers.Linear, use_bias=False, matmul_dtype=matmul_dtype, rngs=rngs
         )
         self.config, self.latent = config, latent
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.query_scale = layers.query_scale(config)
         self.query_latent = linear(embed, narrow(query_rank)) if query_rank else None
         self.query_norm = norm(query_rank) if query_rank else None
@@ -96,7 +99,12 @@ class LatentAttention(nnx.Module):
         stored = tensor.join_stream(narrow)[:, :, None]
         stored = jnp.concatenate([stored, turning], axis=-1)
         if self.key_value is None:
-            return self._attend_to_latents(attend, q, stored)
+            matrices = self.to_keys[...], self.to_values[...]
+            return self._attend_to_latents(attend, q, stored, *matrices, dropout)
+        if self.invariant and not abstract.is_abstract():
+            # As a sampler does: keys of all heads would round in other places.
+            matrices = self._split_heads(self._matrix(self.key_value))
+            return self._attend_to_latents(attend, q, stored, *matrices, dropout)
         k, v = self._keys_and_values(narrow, turning, dropout)
         v = jnp.pad(v, [*[(0, 0)] * 3, (0, config.head_size - config.value_size)])
         outputs, cache = attend(q, k, v, (stored,))
@@ -121,21 +129,30 @@ class LatentAttention(nnx.Module):
         The matrices have the dtype of the norm of latents.
         """
         graph, _ = nnx.split(self.key_value)
-        plain_size = self.latent.plain_size
 
         def absorb(params: Any) -> Params:
             params = dict(params)
             scale = params["key_norm"]["scale"]
-            # The layer applied to unit vectors is its matrix, adapters and codes
-            # included.
-            units = jnp.eye(scale.shape[0], dtype=scale.dtype)[None]
-            matrix = nnx.merge(graph, params.pop("key_value"))(units)[0]
-            to_keys, to_values = _split(matrix.astype(scale.dtype), plain_size)
-            params["to_keys"] = _by_head(jnp.transpose(to_keys, (1, 2, 0)))
-            params["to_values"] = _by_head(jnp.swapaxes(to_values, 0, 1))
+            layer = nnx.merge(graph, params.pop("key_value"))
+            matrices = self._split_heads(self._matrix(layer, scale))
+            params["to_keys"], params["to_values"] = map(_by_head, matrices)
             return params
 
         return absorb
+
+    def _matrix(self, layer: Any, scale: Any = None) -> Float[Array, "R H C"]:
+        """Returns the matrix behind latents, in the dtype of the norm of latents."""
+        scale = self.key_norm.scale[...] if scale is None else scale
+        # The layer applied to unit vectors is its matrix, adapters and codes included.
+        units = jnp.eye(scale.shape[0], dtype=scale.dtype)[None]
+        return layer(units)[0].astype(scale.dtype)
+
+    def _split_heads(
+        self, matrix: Float[Array, "R H C"]
+    ) -> tuple[Float[Array, "H P R"], Float[Array, "H R V"]]:
+        """Returns the matrices by head to keys, which queries absorb, and to values."""
+        to_keys, to_values = _split(matrix, self.latent.plain_size)
+        return jnp.transpose(to_keys, (1, 2, 0)), jnp.swapaxes(to_values, 0, 1)
 
     def laid_sinks(self) -> None:
         """Attention sinks, which latents do not have."""
@@ -148,7 +165,7 @@ class LatentAttention(nnx.Module):
         q = self.query(x, adapter_dropout=dropout)
         plain, turning = _split(q, self.latent.plain_size)
         q = jnp.concatenate([plain, self._rotate(turning, rotation)], axis=-1)
-        return (q * self.query_scale).astype(q.dtype) if self.query_scale != 1.0 else q
+        return layers.scale_queries(q, self.query_scale, invariant=self.invariant)
 
     def _latents(self, x, rotation, dropout):
         """Projects latents, and the rotating channels of keys that all heads share."""
@@ -164,27 +181,40 @@ class LatentAttention(nnx.Module):
         turning = jnp.broadcast_to(turning, (*plain.shape[:3], turning.shape[-1]))
         return jnp.concatenate([plain, turning], axis=-1), values
 
-    def _attend_to_latents(self, attend, q, stored):
+    def _attend_to_latents(self, attend, q, stored, to_keys, to_values, dropout):
         """Attends to latents; queries and outputs absorb the key-value matrix.
 
         Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
         """
         latent, head_size = self.latent, self.config.head_size
         plain, turning = _split(q, latent.plain_size)
-        q = jnp.einsum("blhp,hpr->blhr", plain, self.to_keys[...])
-        q = jnp.concatenate([q, turning], axis=-1)
+        multiply = _multiply_in_order if self.invariant else _multiply_heads
+        q = jnp.concatenate([multiply(plain, to_keys), turning], axis=-1)
         # Attention divides by the root of the latent's channels: scores need the
         # head's.
-        q = (q * (stored.shape[-1] / head_size) ** 0.5).astype(q.dtype)
+        factor = (stored.shape[-1] / head_size) ** 0.5
+        q = layers.scale_queries(q, factor, invariant=self.invariant)
         outputs, cache = attend(q, stored, stored, (stored,))
         outputs = outputs[..., : latent.key_rank]
-        outputs = jnp.einsum("blhr,hrv->blhv", outputs, self.to_values[...])
-        return self.out(outputs), cache
+        outputs = multiply(outputs, to_values)
+        return self.out(outputs, adapter_dropout=dropout), cache
 
     def _rotate(self, x, rotation):
         """Rotates the channels of heads by position."""
         cos, sin = rotation
-        return rotary.rotate(x, cos, sin, self.config.rotary.pairs)
+        rotate = invariant_layers.rotate if self.invariant else rotary.rotate
+        return rotate(x, cos, sin, self.config.rotary.pairs)
+
+
+def _multiply_heads(
+    x: Float[Array, "B L H C"], matrices: Float[Array, "H C D"]
+) -> Float[Array, "B L H D"]:
+    """Multiplies each head by a matrix of its own."""
+    return jnp.einsum("blhc,hcd->blhd", x, matrices)
+
+
+_multiply_in_order = jax.vmap(invariant_layers.dot, in_axes=(2, 0), out_axes=2)
+"""Multiplies as `_multiply_heads` does, with sums in one order."""
 
 
 def _split(x, size):

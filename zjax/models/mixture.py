@@ -27,6 +27,7 @@ from zjax.moe.few_rows import (
     router_kernel,
 )
 from zjax.moe.few_rows import Activation as FewRowsActivation
+from zjax.moe.in_order import apply_experts_in_order
 from zjax.moe.router import Router, RouterArrays, Routing, route, router_logits
 from zjax.ops.keys import fold_in
 from zjax.parallel import tensor
@@ -168,6 +169,8 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = linear(1, use_bias=False) if moe.shared_gate else None
         self.residual = feed_forward(size) if residual else None
         self.coefficient = linear(2, use_bias=True) if residual else None
+        self.invariant = False
+        """Whether sums have one order, see `zjax.ops.invariant`."""
         self.streams = False
         """Whether few tokens meet the experts, as in the decoding of text."""
         self.defers = False
@@ -218,7 +221,7 @@ class MixtureOfExperts(nnx.Module):
                 return self._mix_few_rows(x, counts), Auxiliary()
             x = x.apply() if isinstance(x, layers.Normalized) else x
         assert not isinstance(x, layers.Normalized)
-        settings = self.settings
+        settings = dataclasses.replace(self.settings, invariant=self.invariant)
         if not drops:
             settings = dataclasses.replace(settings, drop="none")
 
@@ -259,7 +262,8 @@ class MixtureOfExperts(nnx.Module):
 
     def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
         """Returns each token's experts in evaluation, best first, before any drop."""
-        return chosen_experts(x, self.router.values(), self.settings)
+        settings = dataclasses.replace(self.settings, invariant=self.invariant)
+        return chosen_experts(x, self.router.values(), settings)
 
     def _add_branches(
         self, x: jax.Array, y: jax.Array, adapter_dropout: Any
@@ -278,7 +282,7 @@ class MixtureOfExperts(nnx.Module):
                 gate = self.shared_gate(x, **how)
                 gate = jax.nn.sigmoid(gate.astype(jnp.float32))
                 shared = (gate * shared).astype(x.dtype)
-            y += shared
+            y = layers.adder(invariant=self.invariant)(y, shared)
         return y
 
 
@@ -307,7 +311,8 @@ def mix_tokens(
         # Devices with other rows, or other shards of the rows, draw other noise.
         noise = fold_in(fold_in(key, first_row(len(x))), shard)
         routing = _route(tokens, router, settings, moe, counts, noise)
-        y = apply_experts(tokens, experts, routing, activation=activation)
+        apply = apply_experts_in_order if settings.invariant else apply_experts
+        y = apply(tokens, experts, routing, activation=activation)
         if trained is not None:
             # After the experts: untrained tokens are computed, and only not measured.
             routing = routing.only(trained.ravel())
@@ -380,9 +385,8 @@ def chosen_experts(
     In expert choice the tokens of `x` compete, and entry e is e, or -1 if expert e did
     not choose the token.
     """
-    logits = router_logits(
-        x.reshape(-1, x.shape[-1]), router.kernel, bias=router.logit_bias
-    )
+    how = {"bias": router.logit_bias, "invariant": settings.invariant}
+    logits = router_logits(x.reshape(-1, x.shape[-1]), router.kernel, **how)
     routing = route(logits, settings, bias=router.bias)
     experts = routing.experts
     if settings.choice == "experts":
@@ -410,7 +414,7 @@ def _route(
     jitter_key, route_key = (None, None) if key is None else jax.random.split(key)
     kernel, bias, logit_bias = router
     given = {"bias": logit_bias, "jitter": moe.jitter, "key": jitter_key}
-    logits = router_logits(tokens, kernel, **given)
+    logits = router_logits(tokens, kernel, **given, invariant=settings.invariant)
     flat = None if counts is None else counts.ravel()
     return route(logits, settings, key=route_key, bias=bias, counts=flat)
 

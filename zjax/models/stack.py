@@ -307,7 +307,8 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
         tile = nnx.merge(tile_graph, params)
         return run_tile(tile, mlp_input, key, config=config)
 
-    return Tiles(split=split, trunk=trunk, tile=tile)
+    add = layers.adder(invariant=blocks.invariant)
+    return Tiles(split=split, trunk=trunk, tile=tile, add=add)
 
 
 def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:

@@ -19,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
 from zjax.moe.dispatch import Drop, keep_within_capacity
+from zjax.ops import invariant as ordered
+from zjax.ops.invariant_layers import sum_products
 from zjax.ops.matmul import split_dot
 from zjax.ops.tokens import ROUTED
 
@@ -54,6 +56,7 @@ class Router:
         eval_capacity_factor: Ratio of an expert's capacity to an even load in
             evaluation.
         min_capacity: Least capacity, in tokens.
+        invariant: Whether sums have one order, see `zjax.ops.invariant`.
     """
 
     num_experts: int
@@ -69,6 +72,7 @@ class Router:
     capacity_factor: float = 1.0
     eval_capacity_factor: float = 1.0
     min_capacity: int = 4
+    invariant: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -167,6 +171,7 @@ def router_logits(
     bias: Float[Array, " E"] | None = None,
     jitter: float = 0.0,
     key: jax.Array | None = None,
+    invariant: bool = False,
 ) -> Float[Array, "T E"]:
     """Multiplies tokens by the router's matrix in float32.
 
@@ -177,6 +182,7 @@ def router_logits(
         jitter: Half-width of the noise, 0 for none: entries of `x` are multiplied by
             uniform numbers from 1 - jitter to 1 + jitter.
         key: Random key; None means evaluation, without noise.
+        invariant: Whether sums have one order.
 
     Reference:
         Switch, arXiv:2101.03961, section 2.4.
@@ -184,8 +190,14 @@ def router_logits(
     if jitter and key is not None:
         noise = jax.random.uniform(key, x.shape, minval=1 - jitter, maxval=1 + jitter)
         x = x.astype(jnp.float32) * noise
-    logits = _product(x, kernel)
+    multiply = _product_in_order if invariant else _product
+    logits = multiply(x, kernel)
     return logits if bias is None else logits + bias.astype(jnp.float32)[None]
+
+
+def _product_in_order(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Multiplies as `_product` does, with sums in one order."""
+    return ordered.with_gradient_of(_product, sum_products)(x, kernel)
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -227,8 +239,7 @@ def route(
     """
     _check(router, logits.shape[1])
     logits = logits.astype(jnp.float32)
-    sigmoid = router.scores == "sigmoid"
-    scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
+    scores = _score(logits, router)
     used = jnp.ones(len(logits), bool) if counts is None else counts
     capacity = None
     if router.has_capacity:
@@ -250,9 +261,26 @@ def route(
     weights = jnp.where(kept, own, 0)
     if router.normalise and router.top_k > 1:
         # A token that all experts dropped has weights of 0 / `_LEAST`, not 0 / 0.
-        weights /= jnp.maximum(weights.sum(1, keepdims=True), _LEAST)
+        # `ordered.total` is of sums alone, and so has a gradient.
+        total = ordered.total if router.invariant else _total
+        weights /= jnp.maximum(total(weights)[:, None], _LEAST)
     weights *= router.scale
     return Routing(experts, weights, kept, chosen, scores, logits, capacity)
+
+
+def _score(logits: jax.Array, router: Router) -> jax.Array:
+    """Computes the scores of all experts from logits."""
+    is_sigmoid = router.scores == "sigmoid"
+    plain = jax.nn.sigmoid if is_sigmoid else jax.nn.softmax
+    if not router.invariant:
+        return plain(logits)
+    in_order = ordered.sigmoid if is_sigmoid else ordered.softmax
+    return ordered.with_gradient_of(plain, in_order)(logits)
+
+
+def _total(weights: jax.Array) -> jax.Array:
+    """Adds up the weights of each token."""
+    return weights.sum(1)
 
 
 def _check(router: Router, num_logits: int) -> None:

@@ -40,6 +40,7 @@ from zjax.typing import (
     Loss,
     Model,
     Params,
+    Tiles,
 )
 
 
@@ -188,8 +189,9 @@ class BlockPrograms:
     ) -> tuple[Any, jax.Array]:
         """Adds the result of a tile to the stream."""
         params = self._gathered((segment, True), params)
-        added = self._tile_of(segment)(params, entering, inputs.unit_key)
-        carry = jax.tree.map(jnp.add, carry, added)
+        tiles = self._tiles_of(segment)
+        added = tiles.tile(params, entering, inputs.unit_key)
+        carry = jax.tree.map(tiles.add, carry, added)
         return self._constrained(carry), _number_of(carry)
 
     def _head(
@@ -279,7 +281,7 @@ class BlockPrograms:
         The stream has one cotangent before and after a tile, which only adds to the
         stream.
         """
-        run_tile, unit_key = self._tile_of(segment), inputs.unit_key
+        run_tile, unit_key = self._tiles_of(segment).tile, inputs.unit_key
 
         def run(params: Params, entering: Any) -> Any:
             return run_tile(params, entering, unit_key)
@@ -372,10 +374,10 @@ class BlockPrograms:
         carry, auxiliary = run_block(block, params, carry, context, given)
         return (carry, ()), auxiliary
 
-    def _tile_of(self, segment: int) -> Callable[..., Any]:
+    def _tiles_of(self, segment: int) -> Tiles:
         tiles = self.stack.segments[segment].tiles
         assert tiles is not None
-        return tiles.tile
+        return tiles
 
     def _of_learned(
         self, part: Any, run: Callable[..., Any], params: Params

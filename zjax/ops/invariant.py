@@ -119,6 +119,12 @@ def soft_cap(x: Shaped[Array, "..."], cap: float) -> Shaped[Array, "..."]:
     return product(tanh(product(x, 1.0 / cap)), cap) if cap else x
 
 
+def softmax(x: Float[Array, "*S N"]) -> Float[Array, "*S N"]:
+    """Computes the softmax of float32 numbers over the last dim."""
+    powers = exp(x - x.max(-1, keepdims=True))
+    return powers / total(powers)[..., None]
+
+
 def inverse_root(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Computes one over the root of float32 numbers."""
     # Between the two, or the compiler takes an approximation of both.

@@ -49,7 +49,7 @@ def logits(
         >>> logits(jnp.ones((1, 2)), jnp.ones((3, 2))).tolist()
         [[2.0, 2.0, 2.0]]
     """
-    run = invariant.with_gradient_of(_plain_logits, _sum_products)
+    run = invariant.with_gradient_of(_plain_logits, sum_products)
     y = run(hidden.reshape(-1, hidden.shape[-1]), head.T)
     return y.reshape(*hidden.shape[:-1], -1)
 
@@ -60,10 +60,10 @@ def _plain_logits(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def _dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Multiplies rows by a matrix, in the dtype of the rows."""
-    return round_to(_sum_products(x, kernel), x.dtype)
+    return round_to(sum_products(x, kernel), x.dtype)
 
 
-def _sum_products(
+def sum_products(
     x: Float[Array, "N K"], kernel: Float[Array, "K M"]
 ) -> Float[Array, "N M"]:
     """Sums products in float32: blocks of inputs in turn, each by halves."""
