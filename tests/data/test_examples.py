@@ -7,7 +7,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests.support.command_line import typed
 from tests.support.refusals import data_error, listed
+from zjax.cli import data_commands
 from zjax.config.load import load_config
 from zjax.data import prepare, source, store
 from zjax.data.example_rows import ExampleRows, ReferencedRows
@@ -215,6 +217,24 @@ PAIRS = [
     {"prompt": f"{n}?", "chosen": "y" * (n % 4 + 1), "rejected": "n" * (n % 3 + 1)}
     for n in range(23)
 ]
+
+
+def test_the_command_prints_lengths_and_how_to_train(capsys):
+    """A BPE learns from prompts and completions."""
+    with open("a.jsonl", "w") as file:
+        file.write("\n".join(map(json.dumps, PAIRS)))
+    words = "--input=a.jsonl", "--output=out", "--examples=pairs", "--tokenizer=bpe:262"
+    data_commands.prepare_data(typed("data prepare", *words))
+    said = capsys.readouterr().out
+    meta = store.read_meta("out")
+    opened = store.open_store("out", "train")
+    longest = int(np.diff(opened.offsets[opened.examples]).max())
+    assert f"{meta.splits['train'].num_examples} examples" in said
+    assert "data.length leaves out longer ones: 50 % have up to" in said
+    assert f"the longest {longest}" in said
+    assert "--config.data.packing=documents --config.preference=dpo" in said
+    # Merges of "yy" or "nn" were learned.
+    assert opened.tokens[:].max() > 256
 
 
 def rows_of(length, *changes):

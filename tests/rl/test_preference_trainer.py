@@ -15,6 +15,7 @@ from zjax import rl
 from zjax.cli import main
 from zjax.config.load import load_config
 from zjax.data.prepare import prepare
+from zjax.run import bench
 from zjax.settings.mappings import to_mapping
 
 VOCAB = "abcdefgh"
@@ -204,6 +205,7 @@ def test_a_reference_is_computed_once(tmp_path, monkeypatch, caplog):
     other = make_config(tmp_path / "other", data, "dpo", {"seed": 1})
     rl.PreferenceTrainer(other, devices=four).close()
     assert len(computed) == 2 and len([*data.glob("train.reference-*")]) == 2
+    assert "1 other references are stored" in caplog.text
     content = bytearray(stored.read_bytes())
     content[-1] ^= 1
     stored.write_bytes(content)
@@ -270,6 +272,11 @@ def test_objectives_and_trainers_that_do_not_fit_are_refused(data, tmp_path):
         "zjax.rl.PreferenceTrainer"
     ):
         zjax.Trainer(make_config(tmp_path, data, "dpo"))
+    with config_error(
+        "preference='dpo' is not measured by zjax bench, whose batches are texts; "
+        "leave it out"
+    ):
+        bench.measure(make_config(tmp_path, data, "dpo"))
     with config_error(
         "preference=None compares no completions; choose an objective, such as dpo, "
         "or use zjax.Trainer"

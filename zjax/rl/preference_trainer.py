@@ -16,7 +16,12 @@ from zjax.errors import DataError, Problem
 from zjax.processes.agreement import check_same
 from zjax.rl.divergence_step import DivergenceStep
 from zjax.rl.preference_model import preference_model
-from zjax.rl.reference_store import compute_sums, read_sums, write_sums
+from zjax.rl.reference_store import (
+    compute_sums,
+    count_references,
+    read_sums,
+    write_sums,
+)
 from zjax.rl.weight_digest import digest_weights
 from zjax.run import resume as resumes
 from zjax.run import trainer as training
@@ -143,6 +148,8 @@ class PreferenceTrainer(training.Trainer):
             sums = read_sums(path, split, reference, rows)
             if sums is not None:
                 self._sums[split] = sums
+        # A process that finds a file would not take part in computing it.
+        check_same({"log-probabilities of the reference": sorted(self._sums)})
         return self._sums.keys() == self._examples.keys()
 
     def _compute_reference(self) -> None:
@@ -154,8 +161,11 @@ class PreferenceTrainer(training.Trainer):
         path = self.config.data.path
         for split in self._examples.keys() - self._sums.keys():
             rows = self._examples[split]
-            text = "log-probabilities of the reference %s: %s rows of %s are computed"
-            logging.info(text, self._reference, f"{len(rows):,}", split)
+            text = "log-probabilities of the reference %s: %s rows of %s are computed%s"
+            others = count_references(path, split)
+            note = f"; {others} other references are stored" * bool(others)
+            say = logging.warning if others else logging.info
+            say(text, self._reference, f"{len(rows):,}", split, note)
             self._sums[split] = compute_sums(self.run, self.state, rows)
             if jax.process_index() == 0:
                 write_sums(path, split, self._reference, rows, self._sums[split])

@@ -27,6 +27,11 @@ def reference_path(path: str, split: str, reference: str) -> pathlib.Path:
     return pathlib.Path(path) / f"{split}.reference-{reference}"
 
 
+def count_references(path: str, split: str) -> int:
+    """Counts the references of which log-probabilities of a split are stored."""
+    return len([*pathlib.Path(path).glob(f"{split}.reference-*")])
+
+
 def read_sums(path: str, split: str, reference: str, rows: ExampleRows) -> Sums | None:
     """Reads the log-probability of each document; None where they must be computed.
 

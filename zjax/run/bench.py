@@ -15,7 +15,7 @@ from zjax.config.check import check_config
 from zjax.data.loader import find_local_rows
 from zjax.data.placement import place_rows
 from zjax.data.source import open_rows
-from zjax.errors import BenchError, Problem
+from zjax.errors import BenchError, ConfigError, Problem
 from zjax.estimate.mesh import choose_mesh
 from zjax.estimate.traced import run_flops
 from zjax.jaxprs.flops import Flops
@@ -25,6 +25,7 @@ from zjax.processes.agreement import versions
 from zjax.run.build import Run, start_run
 from zjax.run.fit import explain_out_of_memory
 from zjax.run.pinned_pool import limit_pinned_pool
+from zjax.settings import choices
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config, Constant
 from zjax.sharding.describe import format_bytes, render_table
@@ -178,6 +179,7 @@ def measure(
     devices = jax.devices() if devices is None else devices
     config = choose_mesh(config, devices)
     check_config(config, len(devices))
+    _check_objective(config)
     num_steps = num_warm_up + num_rounds * STEPS_PER_ROUND
     # The compute of a step is that of the run.
     config = dataclasses.replace(
@@ -221,6 +223,18 @@ def measure(
         loss=losses[-1],
         versions=versions(),
     )
+
+
+def _check_objective(config: Config) -> None:
+    """Refuses objectives that a measurement on synthetic texts does not have."""
+    problem = "is not measured by zjax bench, whose batches are texts"
+    problems = [
+        Problem(name, choices.value_at(config, name), problem, "leave it out")
+        for name in ("preference", "rl")
+        if getattr(config, name)
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def describe_measurement(measurement: Measurement) -> str:
