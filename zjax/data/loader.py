@@ -9,7 +9,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -31,6 +31,54 @@ _LOST_WORKER = re.compile(r"Worker process was terminated .* exit code (-?\d+)")
 """Matches grain's error for a worker process that has ended."""
 READ_THREADS = 2
 """Batches that each worker process reads at a time."""
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Batches of a training loop, in an order that a run resumes."""
+
+    @property
+    def description(self) -> str:
+        """Text for the log that describes the batches."""
+        ...
+
+    @property
+    def shape_at(self) -> Callable[[int], tuple[int, int]] | None:
+        """Function from a step to rows and tokens per row, if the data decide both."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]:
+        """Returns the iterator itself."""
+        ...
+
+    def __next__(self) -> Any:
+        """Returns the batch of the next step."""
+        ...
+
+    def __enter__(self) -> "Batches":
+        """Returns the iterator, which is closed at the end of the block."""
+        ...
+
+    def __exit__(self, *error: object) -> None:
+        """Ends all threads."""
+        ...
+
+    def close(self) -> None:
+        """Ends all threads; the next batch starts them again."""
+        ...
+
+    @property
+    def values_at(self) -> Callable[[int], dict[str, float]]:
+        """Function from a step to metrics that the batches alone tell."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Position as values of JSON."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves to a position."""
+        ...
 
 
 class Loader:

@@ -59,6 +59,51 @@ def plot_run(
     save_figure(figure, path)
 
 
+_REWARDS = (
+    (("reward", "eval_reward"), "reward"),
+    (("pass_at_1", "eval_pass_at_1"), "pass@1"),
+    (("completion_length",), "tokens of a text"),
+    (("entropy",), "entropy (nats)"),
+    (("kl", "sampler_kl"), "divergence (nats)"),
+)
+"""Metrics of texts that a picture shows, and the names of their axes."""
+
+
+def has_rewards(history: Sequence[Mapping[str, Value]]) -> bool:
+    """Whether a history is of a run that learned from rewards."""
+    return any("reward" in row for row in history)
+
+
+def plot_rewards(
+    history: Sequence[Mapping[str, Value]],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+) -> None:
+    """Plots reward, pass@1, length, entropy and divergences against the step."""
+    panels = [(names, axis) for names, axis in _REWARDS if _has_any(history, names)]
+    figure = make_figure(8, 1 + 1.8 * len(panels))
+    figure.suptitle(title, fontsize=12)
+    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (names, label) in zip(rows, panels, strict=True):
+        for name, color in zip(names, (BLUE, ORANGE), strict=False):
+            steps, values = _curve(history, name)
+            if len(steps):
+                marker = "o" if name.startswith("eval_") else None
+                style = {"marker": marker, "markersize": 4, "linewidth": 1.3}
+                axes.plot(steps, values, color=color, label=name, **style)
+        axes.set_ylabel(label)
+        axes.legend(frameon=False, fontsize=8)
+        style_axes(axes)
+    rows[-1].set_xlabel("step")
+    save_figure(figure, path)
+
+
+def _has_any(history: Sequence[Mapping[str, Value]], names: Sequence[str]) -> bool:
+    """Whether a history has values of any of some metrics."""
+    return any(name in row for row in history for name in names)
+
+
 def plot_memory_per_stage(
     stages: Sequence[StageBytes], path: str | os.PathLike[str], *, title: str
 ) -> None:

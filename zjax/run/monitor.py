@@ -169,19 +169,21 @@ class Monitor:
             callback(step, values)
 
     def save_plots(self) -> tuple[pathlib.Path, ...]:
-        """Plots loss and throughput, and the load of experts, if any; returns files."""
+        """Plots loss and speed, the load of experts and rewards; returns files."""
         directory, observe = self._directory, self._config.observe
         if jax.process_index() or not observe.plot or "jsonl" not in observe.sinks:
             return ()
-        paths = directory / "training.png", directory / "experts.png"
-        with writing(paths[0]):
+        with writing(directory / HISTORY):
             history = read_history(directory / HISTORY)
-            plot.plot_run(history, paths[0], title=directory.name)
-        if not plot.has_load(history):
-            return paths[:1]
-        with writing(paths[1]):
-            plot.plot_load(history, paths[1], title=directory.name)
-        return paths
+        pictures = {"training.png": plot.plot_run}
+        if plot.has_load(history):
+            pictures["experts.png"] = plot.plot_load
+        if plot.has_rewards(history):
+            pictures["rewards.png"] = plot.plot_rewards
+        for name, draw in pictures.items():
+            with writing(directory / name):
+                draw(history, directory / name, title=directory.name)
+        return tuple(directory / name for name in pictures)
 
     def print_end(
         self,

@@ -13,8 +13,6 @@ from zjax import data
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import check_start, keep_tokenizer
 from zjax.config.load import load_beside
-from zjax.data.evaluation import EvaluationSet
-from zjax.data.loader import Loader
 from zjax.data.prompts import Given
 from zjax.data.tokenizer_files import KEY as TOKENIZER
 from zjax.errors import ConfigError, DataError, Problem
@@ -39,11 +37,11 @@ from zjax.run.trainer_settings import (
     checked_settings,
     describe_start,
     is_of_settings,
+    read_elsewhere,
     unread_loss,
 )
 from zjax.run.writer import Writer
 from zjax.schedule.training import TrainingSchedule
-from zjax.settings import choices
 from zjax.settings.schema import Config
 from zjax.train.average import check_average, with_part
 from zjax.train.state import TrainState
@@ -480,22 +478,13 @@ class Trainer:
 
     def _unread(self, config: Config) -> list[Problem]:
         """Lists settings that another trainer reads."""
-        remedies = {
-            "rl": "use zjax rl, or zjax.rl.Trainer",
-            "preference": "use zjax train, or zjax.rl.PreferenceTrainer",
-        }
-        problem = "is not read by zjax.Trainer"
-        return [
-            Problem(name, choices.value_at(config, name), problem, remedy)
-            for name, remedy in remedies.items()
-            if getattr(config, name)
-        ]
+        return read_elsewhere(config)
 
     def _make_model(self, model: Model | None) -> tuple[Model, Batch | None]:
         """Makes the model of the run, with a batch if it is not of tokens alone."""
         return make_model(self.config) if model is None else model, None
 
-    def _find_evaluation(self, batches: Any) -> EvaluationSet | None:
+    def _find_evaluation(self, batches: Any) -> data.EvaluationSet | None:
         """Finds the evaluation data, in `batches` or as configured."""
         placement = self.run.batch_placement
         return data.find_evaluation(self.config, placement, self._batches, batches)
@@ -524,7 +513,7 @@ class Trainer:
 
         return read
 
-    def _make_loader(self) -> Loader:
+    def _make_loader(self) -> data.Batches:
         """Makes the loader of the user's batches or of the configured data."""
         shardings = self.run.batch_placement
         if self._batches is not None:

@@ -21,6 +21,7 @@ from zjax.run.batch import with_batch_sizes
 from zjax.run.build import Run
 from zjax.schedule.lengths import CUTS, end_by_tokens
 from zjax.schedule.pacing import tokens_that_end
+from zjax.settings import choices
 from zjax.settings.batch import resolve_batch
 from zjax.settings.schema import Config
 from zjax.sharding.describe import describe_plan_totals
@@ -88,6 +89,20 @@ def is_of_settings(model: Any, config: Config) -> bool:
         jax.eval_shape(x.init, abstract_key()) for x in (model, make_model(config))
     )
     return given == built
+
+
+def read_elsewhere(config: Config) -> list[Problem]:
+    """Lists settings that other trainers read than `zjax.Trainer`."""
+    remedies = {
+        "rl": "use zjax rl, or zjax.rl.Trainer",
+        "preference": "use zjax train, or zjax.rl.PreferenceTrainer",
+    }
+    problem = "is not read by zjax.Trainer"
+    return [
+        Problem(name, choices.value_at(config, name), problem, remedy)
+        for name, remedy in remedies.items()
+        if getattr(config, name)
+    ]
 
 
 def unread_loss(loss_fn: Any) -> list[Problem]:

@@ -54,10 +54,10 @@ def fits_unsplit(config: Config) -> bool:
 
 
 def without_start(config: Config) -> Config:
-    """Forgets the weights that a run started from, which may be gone."""
+    """Forgets what a run started from and learned by, which may be gone."""
     # A setting of adapters would turn them on in a run without adapters.
     start = {x: unset for x, unset in STARTED_FROM.items() if value_at(config, x)}
-    return load_config(config, start)
+    return load_config(config, start, {"rl": None})
 
 
 def _unsplit(config: Config) -> Config:
