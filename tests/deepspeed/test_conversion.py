@@ -165,6 +165,11 @@ def test_problems_of_a_file_are_told_at_once():
         ),
         ({"allgather_size": 5e8}, "XLA combines the messages"),
         (
+            {"hybrid_engine": {"enabled": True}},
+            "zjax rl draws texts with the weights of the run",
+        ),
+        ({"hybrid_engine": {"inference_tp_size": 2}}, "its section is off"),
+        (
             {"aio": {"block_size": 1e6}},
             "requests follow from the disks; see zjax bench --nvme",
         ),
@@ -192,6 +197,15 @@ def test_only_keys_and_values_are_read(values):
         f"ds_config={values!r} is a {type(values).__name__}; "
         "give the keys and values of a ds_config.json"
     )
+
+
+def test_generation_on_another_mesh_is_refused():
+    values = {"enabled": True, "inference_tp_size": 4}
+    found = convert({"train_batch_size": 8, "hybrid_engine": values})
+    assert [*map(str, found.problems())] == [
+        "hybrid_engine.inference_tp_size=4 is not supported; set mesh.tensor, for "
+        "training and generation"
+    ]
 
 
 def test_sections_that_are_off_and_unknown_ones_need_nothing():

@@ -66,10 +66,19 @@ UNSUPPORTED = {
     "quantize_training": "leave it out",
     "weight_quantization": "leave it out",
     "eigenvalue": "leave it out",
-    "hybrid_engine": "leave it out",
     "comet": "use tensorboard, wandb or csv_monitor",
 }
 """Remedies of sections that are refused if they are on."""
+HYBRID = {
+    "enabled": table.If("zjax rl draws texts with the weights of the run"),
+    "max_out_tokens": 512,
+    "inference_tp_size": 1,
+    "release_inference_cache": False,
+    "pin_parameters": True,
+    "tp_gather_partition_size": 8,
+    "enable_cuda_graph": False,
+}
+"""Keys of the engine that trains and writes texts in turn, for PPO."""
 ON_BY_DEFAULT = ("weight_quantization",)
 """Sections of `UNSUPPORTED` that are on unless the file turns them off."""
 
@@ -106,6 +115,24 @@ def _unsupported(values: table.Values) -> table.Meanings | str:
     return {"": refused, "*": refused}
 
 
+def _hybrid(values: table.Values) -> table.Meanings | str:
+    """Meanings of `hybrid_engine`."""
+    if not values["enabled"]:
+        return {}
+    meanings: table.Meanings = {
+        "max_out_tokens": "pages of keys grow with a text; rl.rollout has its length",
+        "inference_tp_size": "texts are drawn on the mesh of the run",
+        "release_inference_cache": "keys are freed before each update",
+        "pin_parameters": "weights stay where the plan of the run stores them",
+        "tp_gather_partition_size": "XLA combines the messages",
+        "enable_cuda_graph": "XLA compiles each pass",
+    }
+    if values["inference_tp_size"] > 1:
+        refused = table.refusal("set mesh.tensor, for training and generation")
+        meanings["inference_tp_size"] = refused
+    return meanings
+
+
 def _checkpoint(values: table.Values) -> table.Meanings | str:
     """Meanings of `checkpoint`."""
     modes, why = ("ignore", "warn", "fail"), "a checkpoint opens on any mesh"
@@ -132,6 +159,7 @@ SECTIONS = (
         )
         for name in UNSUPPORTED
     ),
+    table.Section("hybrid_engine", HYBRID, _hybrid, is_strict=True),
     table.Section("checkpoint", {"tag_validation": "warn"}, _checkpoint),
     *(
         table.Section(name, CHECKED.get(name, {}), rest=why, is_strict=name in CHECKED)
