@@ -11,7 +11,14 @@ import numpy as np
 from absl import app, flags, logging
 
 from zjax import data, processes
-from zjax.cli import commands, data_commands, generating, measuring, planning
+from zjax.cli import (
+    commands,
+    data_commands,
+    generating,
+    measuring,
+    planning,
+    reinforcing,
+)
 from zjax.cli.connection import connected
 from zjax.cli.data_commands import MAX_PROCESSES
 from zjax.cli.serving import SERVE
@@ -260,6 +267,7 @@ COMPLETION = Command(
 
 COMMANDS = {
     "train": TRAIN,
+    "rl": reinforcing.RL,
     "plan": planning.PLAN,
     "bench": measuring.BENCH,
     "tune": TUNE,

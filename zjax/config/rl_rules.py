@@ -79,6 +79,11 @@ def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         problem = f"is above rl.rollout.max_new_tokens={most}"
         remedy = f"use at most {most}"
         yield Problem("rl.overlong.margin", given.overlong.margin, problem, remedy)
+    if given.reference and not config.checkpoint.init_from:
+        problem = "diverges from weights that know nothing: the run starts from random "
+        remedy = "set checkpoint.init_from, or leave it out"
+        kind = given.reference.kind
+        yield Problem("rl.reference", kind, problem + "ones", remedy)
     if given.rollout.max_refills and not isinstance(given.objective, rl.Grouped):
         problem = f"drops groups, and rl.objective={given.objective.kind!r} has none"
         refills = given.rollout.max_refills

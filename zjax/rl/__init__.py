@@ -74,6 +74,7 @@ from zjax.rl.rollouts import (
     sampling_problems,
     write_rollouts,
 )
+from zjax.rl.trainer import Trainer
 from zjax.rl.value_loss import value_loss
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "Scorer",
     "SequenceLogprobs",
     "SoftPenalty",
+    "Trainer",
     "Value",
     "add_scores",
     "apo_zero_loss",

@@ -23,12 +23,12 @@ class Sampled(Protocol):
         ...
 
     @property
-    def ids(self) -> np.ndarray:
+    def ids(self) -> Sequence[int] | np.ndarray:
         """Tokens of the completion, int32[n]."""
         ...
 
     @property
-    def logprobs(self) -> np.ndarray:
+    def logprobs(self) -> Sequence[float] | np.ndarray:
         """Log-probabilities of the completion as it was drawn, float32[n]."""
         ...
 

@@ -1,0 +1,248 @@
+"""A run learns from its own texts, frees what drew them, and resumes bit for bit."""
+
+import json
+import math
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import rl_run
+from tests.support.refusals import config_error, data_error
+from zjax.generation.generator import Generator
+
+SEVERAL = (
+    "global_batch_size=8",
+    "rl.rollout.num_prompts=4",
+    "rl.num_epochs=2",
+    "num_steps=5",
+)
+"""Four steps on a rollout, and one on the next."""
+
+
+def device_bytes(arrays):
+    """Bytes of all buffers on all devices: arrays of shards may share buffers."""
+    shards = (shard.data for x in arrays for shard in x.addressable_shards)
+    kept = [x for x in shards if not x.is_deleted()]
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in kept}.values())
+
+
+def live_bytes():
+    return device_bytes([x for x in jax.live_arrays() if not x.is_deleted()])
+
+
+def assert_same(trainer, other):
+    states = (jax.tree.map(np.asarray, each.state) for each in (trainer, other))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def told(directory):
+    """Metrics by step, without times."""
+    timed = ("seconds", "per_second", "share")
+    return {
+        row["step"]: {k: x for k, x in row.items() if not k.endswith(timed)}
+        for row in rl_run.records(directory)
+    }
+
+
+def stop_after(last):
+    def stop(step, state, batch, metrics):
+        return "stop" if step == last else None
+
+    return stop
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Three steps on eight devices, with what was alive after each step."""
+    directory = tmp_path_factory.mktemp("whole")
+    alive, drawing = [], []
+
+    def look(step, state, batch, metrics):
+        jax.block_until_ready(state)
+        held = device_bytes(jax.tree.leaves((state, batch)))
+        alive.append(live_bytes() - held)
+
+    generate = Generator.generate
+
+    def watched(self, *args, **settings):
+        texts = generate(self, *args, **settings)
+        drawing.append(live_bytes())
+        return texts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generator, "generate", watched)
+        before = live_bytes()
+        trainer = rl_run.make_trainer(directory, after_step=[look])
+        first = jax.tree.map(np.asarray, trainer.state.master)
+        trainer.fit()
+        trainer.close()
+    return {
+        "trainer": trainer,
+        "directory": directory,
+        "first": first,
+        "before": before,
+        "alive": alive,
+        "drawing": drawing,
+    }
+
+
+def test_weights_move_and_ratios_are_exactly_1(whole):
+    """Fails if a step learns nothing, or compares with weights of another time."""
+    moved = jax.tree.map(
+        lambda x, y: not np.array_equal(x, np.asarray(y)),
+        whole["first"],
+        whole["trainer"].state.master,
+    )
+    assert all(jax.tree.leaves(moved))
+    rows = rl_run.records(whole["directory"])
+    assert [row["ratio"] for row in rows] == [1.0] * 3
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert {row["skipped_steps"] for row in rows} == {0.0}
+
+
+def test_the_sampler_draws_by_the_probabilities_of_the_trainer(whole):
+    """Fails if texts are drawn from other weights than those that learn."""
+    for row in rl_run.records(whole["directory"]):
+        assert row["sampler_kl"] < 1e-8
+        assert row["sampler_off"] == 0
+
+
+def test_generation_leaves_no_array_to_the_update(whole):
+    """Fails if pages of keys, or a second copy of the weights, outlive a rollout."""
+    state, plan = whole["trainer"].state, whole["trainer"].run.plan
+    weights = 8 * sum(4 * math.prod(x.shape) for x in jax.tree.leaves(plan.compute))
+    held = device_bytes(jax.tree.leaves(state)) + whole["before"]
+    # While texts are drawn there are pages, and the weights once more, as passes read.
+    for drawing in whole["drawing"]:
+        assert weights < drawing - held < 2 * weights
+    for alive in whole["alive"]:
+        assert alive - whole["before"] < weights / 10
+
+
+def test_metrics_and_samples_are_written(whole):
+    rows = rl_run.records(whole["directory"])
+    names = "reward reward_std pass_at_1 pass_at_k completion_length truncated "
+    names += "uniform_groups unscorable entropy clipped_low clipped_high sampler_kl "
+    names += "rollout_seconds rollout_tokens_per_second"
+    assert {*names.split()} <= {*rows[0]}
+    assert {"update_tokens_per_second", "rollout_share"} <= {*rows[1]}
+    assert 0 < rows[1]["rollout_share"] < 1
+    files = sorted(x.name for x in (whole["directory"] / "samples").iterdir())
+    assert files == ["1.txt", "2.txt", "3.txt"]
+    text = (whole["directory"] / "samples" / "1.txt").read_text()
+    assert text.startswith("prompt:\n")
+    assert "reward " in text
+
+
+def test_a_run_goes_on_bit_for_bit(whole, tmp_path):
+    rl_run.fit(tmp_path, after_step=[stop_after(2)])
+    resumed = rl_run.fit(tmp_path)
+    assert_same(resumed, whole["trainer"])
+    found, expected = told(tmp_path), told(whole["directory"])
+    assert found == expected
+    assert [*(tmp_path / "rollouts").glob("*")] == []
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("several")
+    return rl_run.fit(directory, *SEVERAL), directory
+
+
+def test_later_steps_compare_with_the_weights_that_drew_the_texts(several):
+    """Fails if the old policy moves with the policy."""
+    ratios = [row["ratio"] for row in rl_run.records(several[1])]
+    assert ratios[0] == pytest.approx(1, abs=1e-6)
+    assert ratios[4] == pytest.approx(1, abs=1e-6)
+    assert all(abs(ratio - 1) > 1e-5 for ratio in ratios[1:4])
+    rewards = [row["reward"] for row in rl_run.records(several[1])]
+    assert len({*rewards[:4]}) == 1
+
+
+def test_a_rollout_in_flight_goes_on_bit_for_bit(several, tmp_path):
+    """Fails if texts are drawn anew, or old log-probabilities are of new weights."""
+    rl_run.fit(tmp_path, *SEVERAL, after_step=[stop_after(2)])
+    assert [x.name for x in (tmp_path / "rollouts").iterdir()] == ["2.npz"]
+    resumed = rl_run.fit(tmp_path, *SEVERAL)
+    assert_same(resumed, several[0])
+    assert told(tmp_path) == told(several[1])
+
+
+def test_a_damaged_rollout_is_refused(tmp_path):
+    rl_run.fit(tmp_path, *SEVERAL, after_step=[stop_after(2)])
+    path = tmp_path / "rollouts" / "2.npz"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    text = f"rollout='{path}' is not the file that the checkpoint was saved with; "
+    with data_error(f"{text}restore the file, or continue from another checkpoint"):
+        rl_run.make_trainer(tmp_path, *SEVERAL)
+
+
+def test_other_prompts_are_refused_at_resume(whole, tmp_path):
+    rl_run.fit(tmp_path, after_step=[stop_after(1)])
+    state = json.loads(json.dumps(rl_run.make_trainer(tmp_path).loader.state()))
+    digest = state["rl.prompts"]
+    others = [{"prompt": "ab", "letter": "b"}]
+    with pytest.raises(Exception, match=f"was '{digest}' in the saved run"):
+        rl_run.make_trainer(tmp_path, prompts=others)
+
+
+def test_held_out_prompts_are_evaluated(tmp_path):
+    given = "evaluation.num_batches=-1", "rl.evaluation_samples=2", "num_steps=1"
+    trainer = rl_run.make_trainer(
+        tmp_path, *given, evaluation_prompts=rl_run.PROMPTS[:2]
+    )
+    first = trainer.evaluate()
+    assert first == trainer.evaluate()
+    assert 0 <= first["eval_pass_at_1"] <= first["eval_pass_at_k"] <= 1
+    assert first["eval_num_drawn_groups"] == 2
+    assert math.isfinite(first["eval_reward"])
+    trainer.close()
+
+
+def test_groups_without_a_signal_are_drawn_again_up_to_a_bound(tmp_path):
+    """Fails if dynamic sampling draws once, or without end."""
+    rewards = "rl.rewards=[{'function': 'tests.support.rl_rewards:constant'}]"
+    given = rewards, "rl.rollout.max_refills=2", "num_steps=1"
+    rl_run.fit(tmp_path, *given)
+    [row] = rl_run.records(tmp_path)
+    assert row["num_drawn_groups"] == 6
+    assert row["uniform_groups"] == 1
+    assert row["grad_norm"] == 0
+
+
+def test_what_a_run_lacks_is_told_at_once(tmp_path):
+    text = (
+        "rl.prompts='' names no prompts; give a file of JSON Lines\n"
+        "rl.rewards=() gives texts no reward; name functions, such as "
+        "'zjax.rl.tasks.sums:reward'"
+    )
+    with config_error(text):
+        rl_run.make_trainer(tmp_path, "rl.rewards=()", prompts=None)
+    text = "rl=None says nothing of texts or rewards; set rl.objective, or use "
+    with config_error(text + "zjax train"):
+        rl_run.make_trainer(tmp_path, "rl=None")
+
+
+def test_long_prompts_are_refused(tmp_path):
+    text = "rl.prompts='given' has 12 tokens in record 2, and data.length less "
+    text += "rl.rollout.max_new_tokens leaves 10 (1 prompts are too long); shorten "
+    text += "the prompt, or raise data.length"
+    prompts = [{"prompt": "a"}, {"prompt": "b" * 12}]
+    with config_error(text):
+        rl_run.make_trainer(tmp_path, prompts=prompts)
+
+
+def test_files_of_prompts_are_read_by_line(tmp_path):
+    path = pathlib.Path(tmp_path) / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": \n')
+    text = f"rl.prompts='{path}' is no JSON in line 2 (Expecting value: line 2 column "
+    text += "1 (char 12)); give JSON Lines with 'prompt' or 'messages' in each"
+    with data_error(text):
+        rl_run.make_trainer(tmp_path, f"rl.prompts={path}", prompts=None)
+    text = "rl.prompts=\"{'text': 'a'}\" has 0 of 'prompt' and 'messages' in record 1; "
+    with data_error(text + "give one of them"):
+        rl_run.make_trainer(tmp_path, prompts=[{"text": "a"}])

@@ -1,0 +1,115 @@
+"""What a run learns at each token of a rollout, by the weights that drew the texts."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from zjax.rl.credit import token_advantages
+from zjax.rl.groups import Experience
+from zjax.rl.minibatches import Minibatches
+from zjax.rl.policy import logprobs_of
+from zjax.rl.reference import Reference
+from zjax.rl.rollouts import Rollout
+from zjax.run.first_state import first_state
+from zjax.settings import rl
+from zjax.sharding.plan import make_plan
+
+Values = list[np.ndarray]
+"""Values of the tokens of each text, float32[n]."""
+
+
+class Learned(NamedTuple):
+    """Values of the texts of a rollout that its updates read."""
+
+    advantages: Sequence[np.ndarray] | np.ndarray
+    """Advantage of each text, or of each token of each text."""
+    arrays: Mapping[str, Values]
+    """Further values by name under `rl` of a batch."""
+    values: Mapping[str, float]
+    """Metrics."""
+
+
+class TokenTargets:
+    """Computes what the updates on a rollout read, before the first of them.
+
+    Args:
+        run: `zjax.Run` of the policy.
+        state: State of the run; not consumed.
+        settings: Settings of `config.rl`.
+        minibatches: Packs texts.
+        keeps_old: Whether updates compare with the weights that drew the texts.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        state: Any,
+        settings: rl.Rl,
+        minibatches: Minibatches,
+        *,
+        keeps_old: bool,
+    ):
+        self._run, self._settings, self._minibatches = run, settings, minibatches
+        self._keeps_old = keeps_old
+        self._reference = None
+        if given := settings.reference:
+            start = _first_weights(run, state)
+            self._reference = Reference(run, start, memory=given.memory)
+
+    def __call__(self, state: Any, experience: Experience) -> Learned:
+        """Returns advantages, further values of tokens, and metrics.
+
+        Args:
+            state: State of the weights that drew the texts; not consumed.
+            experience: Texts with rewards.
+        """
+        rollouts, reference = experience.rollouts, self._settings.reference
+        arrays, values = dict[str, Values](), dict[str, float]()
+        old: Values = []
+        if self._keeps_old or isinstance(reference, rl.InReward):
+            score = functools.partial(logprobs_of, self._run)
+            old = self._score(state, rollouts, score)
+            pairs = zip(old, rollouts, strict=True)
+            gaps = [float(np.abs(x - y.logprobs).max()) for x, y in pairs]
+            values["sampler_gap_max"] = max(gaps, default=0.0)
+            arrays |= {"old_logprobs": old} if self._keeps_old else {}
+        if self._reference:
+            found = self._score(state, rollouts, self._reference.logprobs)
+            arrays["reference_logprobs"] = found
+        objective, advantages = self._settings.objective, experience.advantages
+        if isinstance(objective, rl.Returns):
+            penalties = [np.zeros(len(x.ids), np.float32) for x in rollouts]
+            if isinstance(reference, rl.InReward):
+                pairs = zip(old, arrays["reference_logprobs"], strict=True)
+                penalties = [reference.coefficient * (x - y) for x, y in pairs]
+            given = objective, experience.rewards, penalties
+            advantages = token_advantages(*given)[0]
+        return Learned(advantages, arrays, values)
+
+    def _score(
+        self, state: Any, rollouts: Sequence[Rollout], score: Callable[..., jax.Array]
+    ) -> Values:
+        """Computes the log-probability of each token of texts, in packed batches."""
+        found, temperature = list[np.ndarray](), self._settings.rollout.temperature
+        nothing = np.zeros(len(rollouts), np.float32)  # no advantage
+        for chosen in self._minibatches.in_order(len(rollouts)):
+            packed = self._minibatches.pack(rollouts, nothing, {}, chosen)
+            logprobs = score(state, packed.batch, temperature=temperature)
+            found += packed.unpack(np.asarray(logprobs))
+        return found
+
+
+def _first_weights(run: Any, state: Any) -> Any:
+    """Returns a state with the weights that a run started from.
+
+    Adapters leave these weights in the state; else a resumed run reads them again.
+    """
+    if not int(state.step) or run.config.lora:
+        return state
+    tx = optax.set_to_zero()  # no moments beside the weights
+    plan = make_plan(run.config, run.mesh, run.model, tx)
+    return first_state(run.model, tx, plan, run.config)

@@ -1,0 +1,336 @@
+"""Trainer of reinforcement learning: rollout and update in turn on the same arrays."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from zjax.data.evaluation import EvaluationSet
+from zjax.data.prompts import make_prompts
+from zjax.errors import Problem
+from zjax.generation.sampling import Sampling
+from zjax.rl.groups import Experience
+from zjax.rl.minibatches import Minibatches
+from zjax.rl.policy import policy_model
+from zjax.rl.prompts import PromptSet, read_rows
+from zjax.rl.recipes import (
+    aggregation_of,
+    make_groups,
+    make_objective,
+)
+from zjax.rl.report import pass_rates, write_samples
+from zjax.rl.rewards import RewardPool
+from zjax.rl.rollouts import Rollout
+from zjax.rl.sampler import Sampler
+from zjax.rl.targets import TokenTargets
+from zjax.rl.updates import Update, Updates
+from zjax.run import trainer as training
+from zjax.run.ending import AfterStep
+from zjax.run.monitor import Callback
+from zjax.settings import rl
+from zjax.settings.schema import Config
+from zjax.typing import Batch, Device, Model
+
+Rows = Iterable[Mapping[str, Any]]
+"""Records with a `prompt` or `messages`, and fields for the reward functions."""
+_FILES = "rollouts"
+"""Folder of what is left of rollouts, in the directory of a run."""
+
+
+class Trainer(training.Trainer):
+    """Learns from rewards of a run's own texts, from the last checkpoint if any.
+
+    Rollout and update take turns on the same devices and arrays: texts are drawn with
+    the weights of the state, scored, packed and learned from; the memory of generation
+    is free during the update. Checkpoints, logging, signals and the end of the run are
+    as in `zjax.Trainer`.
+
+    Args:
+        config: A Config, a mapping, or the path of a config file, with `rl`.
+        prompts: Records with a `prompt`, a text, or `messages`, a conversation; further
+            fields are keyword arguments of the reward functions. `rl.prompts` by
+            default.
+        evaluation_prompts: Records of held-out prompts; `rl.evaluation_prompts` by
+            default.
+        tx: Optax gradient transformation; the configured optimizer by default.
+        step: Step of the checkpoint to start from; the newest by default.
+        callbacks: Functions called as `callback(step, values)` for logged steps.
+        after_step: Functions called after every step, as for `zjax.Trainer`.
+        devices: Devices to use; all by default.
+
+    Raises:
+        ConfigError: Settings that cannot work, or prompts that are too long.
+        DataError: Prompts that are missing or malformed.
+        PlanError: Arrays or an optimizer that cannot be placed.
+        CheckpointError: A checkpoint that cannot be read.
+    """
+
+    loader: Updates
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        prompts: Rows | None = None,
+        evaluation_prompts: Rows | None = None,
+        tx: Any = None,
+        step: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        after_step: Sequence[AfterStep] = (),
+        devices: Sequence[Device] | None = None,
+    ):
+        self._given = prompts, evaluation_prompts
+        self._began: float | None = None
+        self._num_tokens = 0
+        super().__init__(
+            config,
+            tx=tx,
+            step=step,
+            callbacks=callbacks,
+            after_step=after_step,
+            devices=devices,
+        )
+
+    def _unread(self, config: Config) -> list[Problem]:
+        """Lists what the run lacks to learn from texts."""
+        if config.rl is None:
+            remedy = "set rl.objective, or use zjax train"
+            return [Problem("rl", None, "says nothing of texts or rewards", remedy)]
+        problems = []
+        if not config.rl.prompts and self._given[0] is None:
+            problem, remedy = "names no prompts", "give a file of JSON Lines"
+            problems.append(Problem("rl.prompts", "", problem, remedy))
+        if not config.rl.rewards:
+            remedy = "name functions, such as 'zjax.rl.tasks.sums:reward'"
+            problem = "gives texts no reward"
+            problems.append(Problem("rl.rewards", (), problem, remedy))
+        if (number := jax.process_count()) > 1:
+            problem = "share no rollout yet: rewards are functions of one process"
+            remedy = "run one process, which drives all devices of its machine"
+            problems.append(Problem("processes", number, problem, remedy))
+        return problems
+
+    @property
+    def _settings(self) -> rl.Rl:
+        assert self.config.rl is not None  # `_unread` refuses None
+        return self.config.rl
+
+    def _make_model(self, model: Model | None) -> tuple[Model, Batch | None]:
+        """Makes the policy, and shapes of the largest batch."""
+        policy = policy_model(self.config, make_objective(self._settings))
+        # A batch of tokens alone is no example of what the loss reads.
+        policy = dataclasses.replace(policy, inputs=None)
+        names = ["old_logprobs"] * self._keeps_old
+        names += ["reference_logprobs"] * bool(self._settings.reference)
+        return policy, self._minibatches.example(names)
+
+    @property
+    def _keeps_old(self) -> bool:
+        """Whether later updates of a rollout compare with the weights that drew it."""
+        return self._settings.num_updates(self.config.global_batch_size) > 1
+
+    @functools.cached_property
+    def _minibatches(self) -> Minibatches:
+        config, aggregation = self.config, aggregation_of(self._settings.objective)
+        is_constant = aggregation == "constant_mean"
+        return Minibatches(
+            num_texts=config.global_batch_size,
+            row_multiple=config.global_batch_size // config.microbatch_size,
+            length=config.data.length,
+            aggregation=aggregation,
+            constant=self._settings.rollout.max_new_tokens if is_constant else 0,
+            num_epochs=self._settings.num_epochs,
+            seed=config.seed,
+        )
+
+    def _make_loader(self) -> Updates:
+        """Makes the updates, which draw texts with the weights of the moment."""
+        settings, rollout = self._settings, self._settings.rollout
+        config, given = self.config, self._settings.prompts
+        encoder = make_prompts(config.data, config.model.vocab_size)
+        most = config.data.length - rollout.max_new_tokens
+        rows = self._given[0]
+        rows = read_rows("rl.prompts", given) if rows is None else rows
+        encode = functools.partial(PromptSet, prompts=encoder, most=most)
+        self._prompts = encode("rl.prompts", rows, seed=config.seed)
+        held_out, path = self._given[1], settings.evaluation_prompts
+        if held_out is None and path:
+            held_out = read_rows("rl.evaluation_prompts", path)
+        self._held_out = None
+        if held_out is not None and config.evaluation.num_batches:
+            self._held_out = encode("rl.evaluation_prompts", held_out, seed=None)
+        self._sampler = Sampler(
+            self.run,
+            encoder,
+            max_length=config.data.length,
+            sampling=Sampling(
+                max_new_tokens=rollout.max_new_tokens,
+                temperature=rollout.temperature,
+                num_logprobs=0,
+                filtered_logprobs=True,
+            ),
+            seed=config.seed,
+        )
+        self._tokens = TokenTargets(
+            self.run, self.state, settings, self._minibatches, keeps_old=self._keeps_old
+        )
+        position = {
+            "seed": config.seed,
+            "rl.prompts": self._prompts.digest,
+            "rl.rollout.num_prompts": rollout.num_prompts,
+            "rl.rollout.num_samples": rollout.num_samples,
+            "global_batch_size": config.global_batch_size,
+        }
+        number = settings.num_updates(config.global_batch_size)
+        text = f"rollouts: {rollout.num_prompts} of {len(self._prompts):,} prompts x "
+        text += f"{rollout.num_samples} texts of up to {rollout.max_new_tokens} "
+        text += f"tokens, {number} {'steps' if number > 1 else 'step'} on each"
+        files = self._directory / _FILES
+        return Updates(self._draw, self.run.step.place_batch, files, position, text)
+
+    @functools.cached_property
+    def _rewards(self) -> RewardPool:
+        """Processes of the reward functions, which start with the first texts."""
+        settings = self._settings
+        return RewardPool(
+            [reward.function for reward in settings.rewards],
+            num_processes=settings.reward_processes or None,
+            seconds=settings.reward_seconds,
+        )
+
+    def _find_evaluation(self, batches: Any) -> EvaluationSet | None:
+        """Returns None: `evaluate` draws texts."""
+        return None
+
+    def _draw(self, first: int) -> tuple[list[Update], int]:
+        """Draws and scores a rollout; returns updates and the next prompt's number."""
+        jax.block_until_ready(self.state)  # the time before belongs to the update
+        began, step = time.perf_counter(), self.step
+        experience, next_prompt = self._collect(first, step)
+        drawn = time.perf_counter()
+        rollouts = experience.rollouts
+        learned = self._tokens(self.state, experience)
+        values = {**learned.values, **experience.metrics, **self._passed(rollouts)}
+        values |= self._speed(began, drawn, rollouts)
+        given = rollouts, learned.advantages, learned.arrays
+        updates = [
+            Update(self._minibatches.pack(*given, chosen).batch, values)
+            for chosen in self._minibatches.split(len(rollouts), step)
+        ]
+        if (step + 1) % self.config.observe.log_every_steps == 0:
+            path = self._directory / "samples" / f"{step + 1}.txt"
+            write_samples(path, rollouts, experience.rewards)
+        self._began, self._num_tokens = time.perf_counter(), _count(rollouts)
+        return updates, next_prompt
+
+    def _collect(self, first: int, step: int) -> tuple[Experience, int]:
+        """Draws groups of texts, and again in place of groups of equal rewards."""
+        settings, rollout = self._settings, self._settings.rollout
+        sizes = rollout.num_prompts, rollout.num_samples
+        groups = make_groups(settings, *sizes, max_refills=rollout.max_refills)
+        while groups.num_wanted:
+            numbers = range(first, first := first + rollout.num_prompts)
+            drawn = self._sampler.draw(
+                self.state, self._prompts, numbers, rollout.num_samples, step=step
+            )
+            groups.add(self._rewards.score(drawn))
+        return groups.take(), first
+
+    def _speed(
+        self, began: float, drawn: float, rollouts: Sequence[Rollout]
+    ) -> dict[str, float]:
+        """Computes the speed of a rollout, and of the updates on the one before."""
+        rollout_seconds = drawn - began
+        num_new = sum(len(x.ids) for x in rollouts)
+        values = {
+            "rollout_seconds": rollout_seconds,
+            "rollout_tokens_per_second": num_new / rollout_seconds,
+        }
+        if self._began is None:
+            return values
+        update_seconds = began - self._began
+        trained = self._num_tokens * self._settings.num_epochs
+        share = rollout_seconds / (rollout_seconds + update_seconds)
+        return values | {
+            "update_tokens_per_second": trained / update_seconds,
+            "rollout_share": share,
+        }
+
+    def evaluate(self, part: str = "auto") -> dict[str, float]:
+        """Draws texts of the held-out prompts, and scores them.
+
+        The first `evaluation.num_batches` times `global_batch_size` texts are drawn, by
+        draws that are the same in each evaluation.
+
+        Args:
+            part: Weights to evaluate, as for `zjax.Trainer.evaluate`.
+
+        Returns:
+            `eval_reward`, `eval_pass_at_1`, `eval_pass_at_k` of `rl.evaluation_samples`
+            texts, `eval_length`, ...; empty without held-out prompts.
+
+        Raises:
+            ConfigError: The run has no such weights.
+        """
+        if self._held_out is None:
+            return {}
+        samples, batches = (
+            self._settings.evaluation_samples,
+            self.config.evaluation.num_batches,
+        )
+        number = len(self._held_out)
+        if batches > 0:
+            most = batches * self.config.global_batch_size // samples
+            number = max(1, min(number, most))
+        drawn = self._sampler.draw(
+            self.state,
+            self._held_out,
+            range(number),
+            samples,
+            step=self.step,
+            part=part,
+        )
+        scored = self._rewards.score(drawn)
+        groups = make_groups(self._settings, number, samples)
+        groups.add(scored)
+        values = {**groups.take().metrics, **self._passed(scored)}
+        if part == "auto":
+            self._last_evaluation = self.step, -values["reward"]  # the lowest is best
+        return {f"eval_{name}": value for name, value in values.items()}
+
+    def _passed(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Shares of texts and prompts that are solved by the first reward function."""
+        return pass_rates(rollouts, self._settings.rewards[0].function)
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """Returns False: texts have other lengths than rows."""
+        return False
+
+    def save(self) -> None:
+        """Starts to write a checkpoint, with what is left of the rollout beside.
+
+        Raises:
+            CheckpointError: This or the previous checkpoint could not be written.
+            OutputError: The rollout could not be written.
+        """
+        super().save()
+        self.loader.forget([*self.store.steps(), self.step])
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, and ends all threads and processes.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written.
+        """
+        if "_rewards" in vars(self):
+            self._rewards.close()
+        super().close()
+
+
+def _count(rollouts: Sequence[Rollout]) -> int:
+    """Counts the tokens of prompts and texts."""
+    return sum(len(x.prompt_ids) + len(x.ids) for x in rollouts)
