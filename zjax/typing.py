@@ -244,6 +244,9 @@ class Stack:
     """`take_tokens(context, indices) -> context`, of the tokens int32[B, K] in
     ascending order. Random token dropping needs this function, and a carry of arrays
     [B, L, ...] that blocks map to equal shapes."""
+    of_block: Callable[..., Any] | None = None
+    """`of_block(context, number) -> context`: what block `number`, int32[], reads of
+    the context; None if all blocks read the whole context."""
     target_logprobs: Callable[..., Any] | None = None
     """`target_logprobs(params, carry, targets, temperature) -> (logprobs, entropies)`,
     float32[B, L], from the parameters of the head and targets int32[B, L], -100 for

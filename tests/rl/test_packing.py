@@ -88,7 +88,10 @@ def test_the_smallest_number_of_rows_that_suffices():
 def test_missing_rewards_and_empty_texts_are_left_out():
     """Trap 2: no row, no weight, and values of no token."""
     empty = types.SimpleNamespace(
-        prompt_ids=[1], ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32)
+        prompt_ids=[1],
+        ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        experts=None,
     )
     advantages = [1.0, np.nan, 1.0]
     found = rl.pack([*ROLLOUTS[:2], empty], advantages, length=16, num_rows=1)
@@ -144,7 +147,10 @@ def test_settings_that_cannot_work(settings, kind, text):
 
 def test_arrays_that_do_not_fit_are_refused():
     odd = types.SimpleNamespace(
-        prompt_ids=[], ids=np.array([1, 2]), logprobs=np.zeros(1, np.float32)
+        prompt_ids=[],
+        ids=np.array([1, 2]),
+        logprobs=np.zeros(1, np.float32),
+        experts=None,
     )
     with pytest.raises(DataError) as error:
         rl.pack([odd], [1.0], length=16, num_rows=1)
@@ -174,4 +180,34 @@ def test_arrays_that_do_not_fit_are_refused():
         found.with_arrays(values=[])
     assert (
         str(error.value) == "len(values)=0 is not the 9 of the rollouts; give one each"
+    )
+
+
+def with_experts(rollout, sizes, offset=0):
+    """A rollout whose record of experts counts."""
+    length = len(rollout.prompt_ids) + len(rollout.ids) - 1 + offset
+    experts = np.arange(length * np.prod(sizes), dtype=np.uint8)
+    fields = vars(rollout) | {"experts": experts.reshape(length, *sizes)}
+    return types.SimpleNamespace(**fields)
+
+
+def test_experts_lie_at_the_tokens_that_were_read():
+    rollouts = [with_experts(ROLLOUTS[0], (3, 2)), *ROLLOUTS[1:3]]
+    found = rl.pack(rollouts, ADVANTAGES[:3], length=16, num_rows=2)
+    experts = found.batch["experts"]
+    row, span = found.places[0]
+    start = span.start - len(ROLLOUTS[0].prompt_ids) + 1
+    np.testing.assert_array_equal(experts[row, start : span.stop], rollouts[0].experts)
+    assert experts.dtype == np.int16
+    assert (experts >= 0).sum() == rollouts[0].experts.size  # -1 elsewhere
+    assert "experts" not in packed().batch
+
+
+def test_experts_that_do_not_fit_are_refused():
+    rollouts = [with_experts(ROLLOUTS[0], (3, 2)), with_experts(ROLLOUTS[1], (3, 2), 1)]
+    with pytest.raises(DataError) as error:
+        rl.pack(rollouts, ADVANTAGES[:2], length=16, num_rows=2)
+    assert str(error.value) == (
+        "rollouts[1].experts=(11, 3, 2) is not a record of (3, 2) experts for each "
+        "token but the last; draw all by one model"
     )

@@ -98,6 +98,7 @@ class Block(nnx.Module):
             router_key = None if key is None else fold_name(key, "router")
             counts = _counts(context, y)
             how = {"trained": context.trained, "adapter_dropout": dropout}
+            how["given"] = None if context.experts is None else context.experts[0]
             y, auxiliary = self.mlp(y, counts, router_key, **how)
         else:
             run_mlp = functools.partial(self.mlp, adapter_dropout=dropout)
@@ -294,7 +295,7 @@ class BlockGroup(nnx.Module):
         """Transforms the stream; the key is None in evaluation."""
         auxiliaries = []
         for number, block in enumerate(layers_of(self)):
-            x, auxiliary = block(x, context, fold_in(key, number))
+            x, auxiliary = block(x, context.of_layer(number), fold_in(key, number))
             auxiliaries.append(auxiliary)
         totals = {n: x for each in auxiliaries for n, x in each.totals.items()}
         return x, combine(auxiliaries)._replace(totals=totals)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,6 +19,7 @@ from zjax.ops.sparse import Window
 from zjax.ops.tokens import take_tokens
 from zjax.parallel import sequence, tensor
 from zjax.settings import schema
+from zjax.settings.mixture import layers_per_block, mixture_places, num_blocks
 from zjax.sharding.activations import pin_tokens, pin_whole
 from zjax.typing import ATTENTION_WINDOW, IGNORED
 
@@ -80,9 +82,25 @@ class Context(NamedTuple):
     token_mask: Bool[Array, "B L"] | None = None
     """Whether a token of a pass of generation counts; None for all, or where
     `segment_ids` or `lengths` tell."""
+    experts: Int[Array, "*N G B L K"] | None = None
+    """Experts of each token in place of the routers' choice, -1 for none, by block and
+    by layer of a block; after `of_block` by layer alone. None lets routers choose."""
+
+    def of_block(self, number: Any) -> "Context":
+        """Selects what block `number` reads."""
+        if self.experts is None:
+            return self
+        return self._replace(experts=self.experts[number])
+
+    def of_layer(self, number: int) -> "Context":
+        """Selects what layer `number` of a block reads, as of a block of one layer."""
+        if self.experts is None:
+            return self
+        return self._replace(experts=self.experts[number : number + 1])
 
     def take_tokens(self, indices: Int[Array, "B K"]) -> "Context":
         """Selects tokens of each row, at ascending indices."""
+        assert self.experts is None  # no such policy drops tokens
 
         def take(x: Array) -> Array:
             # Arrays of one row hold for all rows.
@@ -192,9 +210,17 @@ class Embedding(nnx.Module):
             None if order is None else jnp.asarray(order),
             jax.tree.map(arrange, trained_tokens(batch, self.config)),
             batch.get("token_mask"),
+            jax.tree.map(self._by_block, jax.tree.map(arrange, batch.get("experts"))),
         )
         x = layers.dropout(x, self.config, key, self.config.embedding_dropout)
         return tensor.pin_stream(x), context
+
+    def _by_block(self, experts: Int[Array, "B L E K"]) -> Int[Array, "N G B L K"]:
+        """Lays experts of mixtures out by block, and by layer of a block."""
+        rows = np.zeros((num_blocks(self.config), layers_per_block(self.config)), int)
+        for mixture, place in enumerate(mixture_places(self.config)):
+            rows[place] = mixture
+        return jnp.moveaxis(experts, 2, 0)[rows]
 
     def _look_up(self, table, indices) -> Any:
         """Looks up rows of a table, gathered where devices split sequences."""

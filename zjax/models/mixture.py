@@ -206,14 +206,16 @@ class MixtureOfExperts(nnx.Module):
         key: jax.Array | None = None,
         *,
         trained: Bool[Array, "B L"] | None = None,
+        given: Int[Array, "B L K"] | None = None,
         drops: bool = True,
         adapter_dropout: layers.AdapterDropout | None = None,
     ) -> tuple[Any, Auxiliary]:
         """Transforms each token; returns outputs, and losses, metrics and load.
 
         `counts` is False for padding, which no expert computes. `trained` is False for
-        tokens that losses, metrics and load leave out. A key of None means evaluation.
-        Few tokens have no losses, metrics and load.
+        tokens that losses, metrics and load leave out. Experts `given` take the place
+        of the router's choice, except -1. A key of None means evaluation. Few tokens
+        have no losses, metrics and load.
         """
         if self.streams:
             rows = x.x if isinstance(x, layers.Normalized) else x
@@ -237,6 +239,7 @@ class MixtureOfExperts(nnx.Module):
             activation=activation,
             counts=counts,
             trained=trained,
+            given=given,
             key=key,
         )
         return self._add_branches(x, y, adapter_dropout), auxiliary
@@ -296,6 +299,7 @@ def mix_tokens(
     activation: Activation,
     counts: Bool[Array, "B L"] | None = None,
     trained: Bool[Array, "B L"] | None = None,
+    given: Int[Array, "B L K"] | None = None,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B L M"], Auxiliary]:
     """Routes each device's tokens; masks and results are as of `MixtureOfExperts`."""
@@ -305,12 +309,12 @@ def mix_tokens(
         x: jax.Array, masks: Any, weights: Any, shard: Any
     ) -> tuple[jax.Array, Any]:
         router, experts, key = weights
-        counts, trained = masks
+        counts, trained, given = masks
         experts = experts.joined(placement)
         tokens = x.reshape(-1, x.shape[-1])
         # Devices with other rows, or other shards of the rows, draw other noise.
         noise = fold_in(fold_in(key, first_row(len(x))), shard)
-        routing = _route(tokens, router, settings, moe, counts, noise)
+        routing = _route(tokens, router, settings, moe, counts, noise, given)
         apply = apply_experts_in_order if settings.invariant else apply_experts
         y = apply(tokens, experts, routing, activation=activation)
         if trained is not None:
@@ -320,7 +324,7 @@ def mix_tokens(
 
     parts, specs = experts.parted(placement)
     weights, specs = (router, parts, key), (P(), specs, P())
-    y, numbers = tensor.map_tokens(run, x, (counts, trained), weights, specs)
+    y, numbers = tensor.map_tokens(run, x, (counts, trained, given), weights, specs)
     return y, _auxiliary(numbers, moe)
 
 
@@ -409,14 +413,17 @@ def _route(
     moe: schema.MoE,
     counts: jax.Array | None,
     key: jax.Array | None,
+    given: jax.Array | None,
 ) -> Routing:
     """Computes logits and routes tokens, with noise while training."""
     jitter_key, route_key = (None, None) if key is None else jax.random.split(key)
     kernel, bias, logit_bias = router
-    given = {"bias": logit_bias, "jitter": moe.jitter, "key": jitter_key}
-    logits = router_logits(tokens, kernel, **given, invariant=settings.invariant)
+    how = {"bias": logit_bias, "jitter": moe.jitter, "key": jitter_key}
+    logits = router_logits(tokens, kernel, **how, invariant=settings.invariant)
     flat = None if counts is None else counts.ravel()
-    return route(logits, settings, key=route_key, bias=bias, counts=flat)
+    if given is not None:
+        given = given.reshape(len(tokens), -1)
+    return route(logits, settings, key=route_key, bias=bias, counts=flat, given=given)
 
 
 def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.Array]:

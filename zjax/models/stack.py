@@ -250,6 +250,7 @@ def make_stack(model: StackedModel) -> Stack:
         if config.kind == "decoder" and not config.logit_soft_cap
         else None,
         take_tokens=Context.take_tokens,
+        of_block=Context.of_block if config.moe else None,
         target_logprobs=target_logprobs if config.kind == "decoder" else None,
         values=values if config.value_head else None,
     )

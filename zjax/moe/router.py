@@ -5,7 +5,8 @@ The router computes in float32, whatever the dtype of the model.
 References: GShard, arXiv:2006.16668 (top-2); Switch, arXiv:2101.03961 (top-1);
 DeepSpeed-MoE, arXiv:2201.05596 (random token selection); DeepSeek-V3,
 arXiv:2412.19437, section 2.1.2 (sigmoid scores, a bias, groups); Zhou et al.,
-arXiv:2202.09368 (expert choice).
+arXiv:2202.09368 (expert choice); Rollout Routing
+Replay, arXiv:2510.11370 (experts of a sampler).
 """
 
 import dataclasses
@@ -219,6 +220,7 @@ def route(
     key: jax.Array | None = None,
     bias: Float[Array, " E"] | None = None,
     counts: Bool[Array, " T"] | None = None,
+    given: Int[Array, "T K"] | None = None,
 ) -> Routing:
     """Chooses the experts of each token.
 
@@ -229,6 +231,9 @@ def route(
         bias: Term added to the scores for the choice, not for the weights.
         counts: Mask of the tokens to route; False for padding, which no expert
             computes. None routes all tokens.
+        given: Experts of each token in place of the choice, such as those that a
+            sampler chose, with K of `top_k`; -1 leaves the choice to the router. The
+            weights are those of the logits. None leaves all choices to the router.
 
     Returns:
         Routing of the tokens. Gradients flow through the weights alone.
@@ -248,7 +253,10 @@ def route(
         return _choose_tokens(logits, scores, router, used, capacity)
     noise, drop_key = (None, None) if key is None else jax.random.split(key)
     # Saved by name under remat policies: recomputation routes no token again.
-    experts = checkpoint_name(_choose(logits, scores, router, noise, bias), ROUTED)
+    experts = _choose(logits, scores, router, noise, bias)
+    if given is not None:
+        experts = jnp.where(given < 0, experts, given.astype(experts.dtype))
+    experts = checkpoint_name(experts, ROUTED)
     chosen = jnp.broadcast_to(used[:, None], experts.shape)
     own = jnp.take_along_axis(scores, experts, 1)
     kept = chosen

@@ -1,11 +1,9 @@
 """A critic of its own: a decoder whose loss is the loss of its values."""
 
-import dataclasses
-
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
 from zjax.rl.objective import Value, value_sums
-from zjax.rl.policy import batch_entries, policy_problems
+from zjax.rl.policy import on_packed_rows, policy_problems
 from zjax.settings.schema import Config
 from zjax.stack.forward import with_stack
 from zjax.typing import Model
@@ -44,5 +42,5 @@ def critic_model(config: Config, value: Value) -> Model:
     def head(params, carry, batch):
         return value_sums(value, read_values(params, carry), batch)
 
-    entries = batch_entries(model, ["values", "returns"])
-    return dataclasses.replace(with_stack(model, head=head), entries=entries)
+    model = with_stack(model, head=head)
+    return on_packed_rows(model, config, ["values", "returns"])

@@ -32,6 +32,14 @@ class Sampled(Protocol):
         """Log-probabilities of the completion as it was drawn, float32[n]."""
         ...
 
+    @property
+    def experts(self) -> np.ndarray | None:
+        """Experts of each token but the last, by the sampler's routers.
+
+        Integers [m + n - 1, mixtures, experts of a token]; None without a record.
+        """
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
@@ -40,8 +48,10 @@ class Packed:
     Args:
         batch: Arrays [B, L] of one optimizer step, on the host: `tokens`, `targets`
             (-100 outside of completions), `segment_ids` and `positions` in int32,
-            `weights` in float32; and under `rl`, float32, `advantages`, `logprobs` of
-            the sampler, `units`, and what `with_arrays` adds.
+            `weights` in float32; `experts` int16[B, L, mixtures, experts of a token] of
+            a mixture of experts, -1 without a record; and under `rl`, float32,
+            `advantages`, `logprobs` of the sampler, `units`, and what `with_arrays`
+            adds.
         places: Row and first column of each completion's values, and their number;
             None for a rollout that is left out. The value of a token stands where the
             token is predicted, one column before it.
@@ -135,7 +145,8 @@ def pack(
     without a sequence are padding, and add nothing to the loss.
 
     Args:
-        rollouts: Rollouts, or other objects with `prompt_ids`, `ids` and `logprobs`.
+        rollouts: Rollouts, or other objects with `prompt_ids`, `ids`, `logprobs` and
+            `experts`.
         advantages: Advantage of each rollout, or of each token of each rollout,
             float32[n]. A rollout with an advantage of NaN, or without a token, is left
             out.
@@ -154,12 +165,16 @@ def pack(
         ConfigError: `constant` does not fit the aggregation, or `num_rows` is no
             positive number.
         DataError: A rollout without prompt or of unequal arrays, or longer than a row;
-            more rollouts than fit; or advantages of another number.
+            more rollouts than fit; advantages of another number; or experts of
+            different models.
 
     Example:
         >>> from types import SimpleNamespace
         >>> drawn = SimpleNamespace(
-        ...     prompt_ids=[5, 6], ids=np.array([7, 1]), logprobs=np.array([-0.5, -0.1])
+        ...     prompt_ids=[5, 6],
+        ...     ids=np.array([7, 1]),
+        ...     logprobs=np.array([-0.5, -0.1]),
+        ...     experts=None,
         ... )
         >>> packed = pack([drawn, drawn], [1.0, -1.0], length=8, num_rows=1)
         >>> packed.batch["tokens"].tolist(), packed.batch["targets"].tolist()
@@ -179,7 +194,7 @@ def pack(
         problem = f"is less than the {needed} rows that {sizes.sum()} tokens need"
         remedy = "raise it, or give fewer rollouts"
         raise DataError(Problem("num_rows", row_counts[-1], problem, remedy))
-    table = _Table((fitting[0], length))
+    table = _Table((fitting[0], length), _sizes_of_experts(rollouts, used))
     places: list[tuple[int, slice] | None] = [None] * len(rollouts)
     for i, row in zip(used, rows.tolist(), strict=True):
         weight, unit = _weights(len(rollouts[i].ids), aggregation, constant)
@@ -190,12 +205,13 @@ def pack(
 class _Table:
     """Rows that fill from the left."""
 
-    def __init__(self, shape: tuple[int, int]):
+    def __init__(self, shape: tuple[int, int], experts: tuple[int, ...]):
         names = ("tokens", "segment_ids", "positions")
         self.ints = {name: np.zeros(shape, np.int32) for name in names}
         self.ints["targets"] = np.full(shape, IGNORED, np.int32)
         names = ("weights", "units", "advantages", "logprobs")
         self.floats = {name: np.zeros(shape, np.float32) for name in names}
+        self.experts = np.full((*shape, *experts), -1, np.int16) if experts else None
         self._ends = np.zeros(shape[0], np.int64)
         self._counts = np.zeros(shape[0], np.int32)
 
@@ -215,6 +231,9 @@ class _Table:
         self.ints["tokens"][row, span] = tokens
         self.ints["segment_ids"][row, span] = self._counts[row]
         self.ints["positions"][row, span] = np.arange(len(tokens))
+        if self.experts is not None and rollout.experts is not None:
+            read = slice(start, span.stop - 1)  # nothing is drawn from the last token
+            self.experts[row, read] = rollout.experts
         predicted = slice(start + num_prompt - 1, span.stop - 1)
         self.ints["targets"][row, predicted] = rollout.ids
         self.floats["weights"][row, predicted] = weight
@@ -226,7 +245,25 @@ class _Table:
     def batch(self) -> dict[str, Any]:
         """Returns the arrays as the policy reads them."""
         floats = dict(self.floats)
-        return {**self.ints, "weights": floats.pop("weights"), "rl": floats}
+        batch = {**self.ints, "weights": floats.pop("weights"), "rl": floats}
+        return batch if self.experts is None else batch | {"experts": self.experts}
+
+
+def _sizes_of_experts(
+    rollouts: Sequence[Sampled], used: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the numbers of mixtures and of experts of a token; nothing without."""
+    found = {i: x for i in used if (x := rollouts[i].experts) is not None}
+    sizes = next((x.shape[1:] for x in found.values()), ())
+    problem = f"is not a record of {sizes} experts for each token but the last"
+    problems = [
+        Problem(f"rollouts[{i}].experts", x.shape, problem, "draw all by one model")
+        for i, x in found.items()
+        if x.shape != (_length(rollouts[i]) - 1, *sizes) or len(sizes) != 2
+    ]
+    if problems:
+        raise DataError(*problems)
+    return sizes
 
 
 def _weights(

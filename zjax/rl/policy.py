@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from zjax.errors import ConfigError, Problem
@@ -16,11 +17,12 @@ from zjax.rl.masks import at_least_float32
 from zjax.rl.objective import Objective, objective_sums, value_sums
 from zjax.rl.ranges import check_above_zero
 from zjax.run.build import Run
-from zjax.settings.mixture import sees_future
+from zjax.settings import schema
+from zjax.settings.mixture import mixture_places, sees_future
 from zjax.settings.schema import Config
 from zjax.stack.forward import with_stack
 from zjax.train.state import TrainState
-from zjax.typing import IGNORED, Batch, Entries, Entry, Metrics, Model
+from zjax.typing import IGNORED, Batch, Entry, Metrics, Model
 
 ARRAYS = (
     *("advantages", "logprobs", "units", "old_logprobs", "reference_logprobs"),
@@ -80,21 +82,27 @@ def policy_model(config: Config, objective: Objective) -> Model:
     needed = ["advantages", "logprobs"]
     needed += ["reference_logprobs"] if objective.kl else []
     needed += ["values", "returns"] if value else []
-    entries = batch_entries(model, needed)
-    return dataclasses.replace(with_stack(model, head=head), entries=entries)
+    return on_packed_rows(with_stack(model, head=head), config, needed)
 
 
-def batch_entries(model: Model, needed: Sequence[str]) -> Entries:
-    """Returns the arrays of packed rows; of those under `rl` some are needed."""
-    given = Entry(("B", "L"), jnp.floating)
-    optional = dataclasses.replace(given, is_optional=True)
+def on_packed_rows(model: Model, config: Config, needed: Sequence[str]) -> Model:
+    """Makes a decoder read packed rows, of which it needs some arrays under `rl`."""
+    array = Entry(("B", "L"), jnp.floating)
+    optional = dataclasses.replace(array, is_optional=True)
     entries = {k: v for k, v in model.entries.items() if not k.startswith("teacher/")}
-    return {
-        **entries,
+    entries |= {
         "weights": dataclasses.replace(entries["weights"], is_optional=False),
         **{f"rl/{name}": optional for name in ARRAYS},
-        **{f"rl/{name}": given for name in needed},
+        **{f"rl/{name}": array for name in needed},
     }
+    if isinstance(moe := config.model.moe, schema.TokenChoice):
+        shape = ("B", "L", len(mixture_places(config.model)), moe.top_k)
+        entries["experts"] = Entry(shape, np.integer, is_optional=True)
+    row = jax.ShapeDtypeStruct((1, config.data.length), jnp.float32)
+    arrays = {"weights": row, "rl": dict.fromkeys(needed, row)}
+    return dataclasses.replace(
+        model, entries=entries, inputs={**(model.inputs or {}), **arrays}
+    )
 
 
 def policy_loss(

@@ -85,6 +85,29 @@ def num_blocks(model: schema.Model) -> int:
     return sum(shape.num_blocks for shape in segment_shapes(model))
 
 
+def layers_per_block(model: schema.Model) -> int:
+    """Layers of the largest block."""
+    return max(len(shape.layers) for shape in segment_shapes(model))
+
+
+def mixture_places(model: schema.Model) -> list[tuple[int, int]]:
+    """Block, and layer of the block, of each layer with experts.
+
+    Example:
+        >>> moe = schema.TokenChoice(num_experts=8, every=2, first_dense=1)
+        >>> mixture_places(schema.Model(num_layers=5, moe=moe))
+        [(1, 1), (2, 1)]
+    """
+    shapes = segment_shapes(model)
+    blocks = [shape.layers for shape in shapes for _ in range(shape.num_blocks)]
+    return [
+        (block, place)
+        for block, layers in enumerate(blocks)
+        for place, layer in enumerate(layers)
+        if layer.num_experts
+    ]
+
+
 def experts_per_token(moe: schema.MoE) -> float:
     """Mean number of experts per token in training."""
     is_of_tokens = isinstance(moe, schema.TokenChoice)

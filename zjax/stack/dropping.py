@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zjax.ops.keys import fold_name
 from zjax.ops.remat import residuals_of, vjp_with
@@ -34,6 +33,8 @@ class BlockInput(NamedTuple):
     """bool[], whether the block runs; None for a block that always runs."""
     probability: jax.Array | None = None
     """float32[], probability that the block runs, above 0."""
+    number: Any = None
+    """int32[], index of the block in the stack, for `Stack.of_block`."""
 
 
 def inner_blocks(num_blocks: int, dropping: Dropping, key: Any) -> range:
@@ -63,13 +64,13 @@ def make_input(
     """
     indices, theta = draw_tokens(dropping, key, carry), dropping.theta
     if key is None or theta is None:
-        return BlockInput(key, indices)
+        return BlockInput(key, indices, number=number)
     # Slots of a pipeline that have no block give any number.
     depth = (jnp.clip(number, 0, num_blocks - 1) + 1) / num_blocks
     probability = 1 - depth * (1 - theta)
     # A separate key: the block draws dropout from `key`.
     is_kept = jax.random.bernoulli(fold_name(key, "layer"), probability)
-    return BlockInput(key, indices, is_kept, probability)
+    return BlockInput(key, indices, is_kept, probability, number)
 
 
 def make_inputs(
@@ -77,12 +78,12 @@ def make_inputs(
 ) -> BlockInput:
     """Makes the inputs of adjacent blocks by `make_input`, from keys of all blocks."""
     if keys is None:
-        return BlockInput(None)
+        return BlockInput(None, number=jnp.asarray(numbers))
 
     def make(key: jax.Array, number: Any) -> BlockInput:
         return make_input(key, number, len(keys), dropping, carry)
 
-    return jax.vmap(make)(keys[numbers.start : numbers.stop], np.array(numbers))
+    return jax.vmap(make)(keys[numbers.start : numbers.stop], jnp.asarray(numbers))
 
 
 def draw_tokens(dropping: Dropping, key: Any, carry: Any) -> jax.Array | None:
@@ -141,6 +142,8 @@ def block_on_tokens(stack: Stack, segment: Segment) -> Callable[..., Any]:
     """
 
     def block(params: Params, carry: Any, context: Any, given: BlockInput) -> Any:
+        if stack.of_block is not None:
+            context = stack.of_block(context, given.number)
         if given.indices is not None:
             assert stack.take_tokens is not None
             context = stack.take_tokens(context, given.indices)

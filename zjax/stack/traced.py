@@ -15,8 +15,9 @@ from zjax.jaxprs.versions import Closed, dtype_promotion
 from zjax.sharding.mesh import BATCH_AXES, EXPERT, trace
 from zjax.sharding.naming import path_of
 from zjax.sharding.placement import abstract_key
+from zjax.stack.dropping import BlockInput, block_on_tokens
 from zjax.stack.forward import runs_stack
-from zjax.typing import Batch, Model
+from zjax.typing import Batch, Model, Segment
 from zjax_kernels.abstract import abstract_kernels
 
 
@@ -111,9 +112,12 @@ def _trace_stack(model: Model, params: Any, paths: Any, batch: Batch) -> list[Pa
     def part(function: Callable[..., Any], params: Any, *others: Any) -> Closed:
         return trace(function, params, *others)
 
-    def run_block(block: Any) -> Callable[..., Any]:
+    def run_block(segment: Segment) -> Callable[..., Any]:
+        block = block_on_tokens(stack, segment)
+
         def run(*inputs: Any) -> Any:
-            carry, auxiliary = block(*inputs)
+            *others, key = inputs
+            carry, auxiliary = block(*others, BlockInput(key, number=0))
             return carry, auxiliary.loss
 
         return run
@@ -126,7 +130,7 @@ def _trace_stack(model: Model, params: Any, paths: Any, batch: Batch) -> list[Pa
         stack.segments, segments, segment_paths, strict=True
     ):
         layer = jax.tree.map(lambda x: _shape(x.shape[1:], x.dtype), stacked)
-        program = part(run_block(segment.block), layer, carry, context, key)
+        program = part(run_block(segment), layer, carry, context, key)
         parts.append(Part(program, _leaves(names), num_carry, segment.num_blocks))
     program = part(lambda *inputs: stack.head(*inputs)[0], head, carry, batch)
     return [*parts, Part(program, _leaves(head_paths), num_carry)]
