@@ -114,6 +114,23 @@ def expected(kind):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
+def test_logits_of_any_model_give_the_same_loss():
+    """Also where a microbatch has no example."""
+    config, (batch, reference, _) = make_config("dpo"), make_batch()
+    metrics, _, params = step_of("dpo")
+    given = jax.tree.map(jnp.asarray, batch | {"reference_logprobs": reference})
+    module = make_model(config).bind(jax.tree.map(jnp.asarray, params), {})
+    logits = module(given["tokens"], segment_ids=given["segment_ids"])
+    loss, weight, found = rl.preference_loss(logits, given, config.preference)
+    np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["margin"], metrics["margin"], rtol=1e-4)
+    assert weight == 11
+    nothing = given | {"examples": jnp.zeros_like(given["examples"])}
+    nothing["weights"] = jnp.zeros_like(given["weights"])
+    loss, weight, _ = rl.preference_loss(logits, nothing, config.preference)
+    assert loss == weight == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

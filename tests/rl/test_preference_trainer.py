@@ -295,3 +295,8 @@ def test_commands_train_and_evaluate_the_objective(data, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["step"] == 2 and 0 <= found["eval_accuracy"] <= 1
     assert "eval_perplexity" not in found
+    with config_error(
+        "preference='dpo' reads a reference, and the saved run had none; start a new "
+        "run, from its weights by checkpoint.init_from"
+    ):
+        rl.PreferenceTrainer(make_config(tmp_path / "run", data, "dpo", changes))

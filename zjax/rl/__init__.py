@@ -51,7 +51,7 @@ from zjax.rl.objective import (
 )
 from zjax.rl.packing import Packed, pack
 from zjax.rl.policy import logprobs_of, policy_loss, policy_model, values_of
-from zjax.rl.preference_model import preference_model
+from zjax.rl.preference_model import preference_loss, preference_model
 from zjax.rl.preference_trainer import PreferenceTrainer
 from zjax.rl.preferences import (
     Pairs,
@@ -136,6 +136,7 @@ __all__ = [
     "pack",
     "policy_loss",
     "policy_model",
+    "preference_loss",
     "preference_model",
     "ranking_loss",
     "read_rollouts",

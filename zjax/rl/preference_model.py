@@ -1,18 +1,63 @@
-"""The decoder with an objective on examples as its loss."""
+"""An objective on examples as the loss of a decoder, or of logits of any model."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from zjax.data.example_rows import DESIRABLE, EXAMPLES, REFERENCE
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
 from zjax.rl.comparisons import DIVERGENCE, comparison_sums, reward_sums
-from zjax.settings.preference import Kto, RewardModel
+from zjax.rl.logprobs import token_logprobs
+from zjax.settings.preference import Kto, Preference, RewardModel
 from zjax.settings.schema import Config
 from zjax.stack.forward import with_stack
-from zjax.typing import IGNORED, Entry, Model
+from zjax.typing import IGNORED, Entry, Metrics, Model
+
+
+def preference_loss(
+    logits: Float[Array, "B L V"], batch: Mapping[str, Any], objective: Preference
+) -> tuple[Float[Array, ""], Float[Array, ""], Metrics]:
+    """Computes the loss of an objective from the logits of any model.
+
+    Args:
+        logits: Logits of the next token at each position, of any float dtype.
+        batch: `targets` int32[B, L], `weights` float32[B, L] (0 for targets of no
+            completion) and `segment_ids` int32[B, L]; `examples` int32[B, P, K], the
+            segment of completion k of example p in the row, the best first, 0 where
+            there is none; `reference_logprobs` float32[B, P, K], where the objective
+            reads them.
+        objective: Objective other than `reward_model` and `kto`, such as
+            `config.preference`.
+
+    Returns:
+        Mean loss, weight and metrics, as a `loss_fn` of `zjax.initialize` returns them:
+        the loss of a step does not depend on microbatches or devices.
+
+    Example:
+        >>> from zjax.settings.preference import Simpo
+        >>> batch = {
+        ...     "targets": jnp.array([[1, 2]]),
+        ...     "weights": jnp.ones((1, 2)),
+        ...     "segment_ids": jnp.array([[1, 2]]),
+        ...     "examples": jnp.array([[[1, 2]]]),
+        ... }
+        >>> logits = jnp.log(jnp.array([[[0.1, 0.8, 0.1]] * 2]))
+        >>> loss, weight, _ = preference_loss(logits, batch, Simpo(gamma=0.0))
+        >>> f"{jnp.exp(-loss):.4f}", float(weight)  # 0.8 against 0.1, to the power 2
+        ('0.9846', 1.0)
+    """
+    mask = batch["weights"] > 0
+    logprobs = token_logprobs(logits, batch["targets"], mask)
+    sums = comparison_sums(objective, logprobs, batch)
+    # A microbatch of padding has weight 0, and must give 0 instead of NaN.
+    divisor = jnp.where(sums.weight > 0, sums.weight, 1.0)
+    metrics = {name: x / divisor for name, x in sums.metrics.items()}
+    return sums.loss_sum / divisor, sums.weight, metrics
 
 
 def preference_model(config: Config) -> Model:

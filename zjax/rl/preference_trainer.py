@@ -12,7 +12,7 @@ from zjax.data import source
 from zjax.data.evaluation import EvaluationSet, evaluate_rows
 from zjax.data.example_rows import REFERENCE, ExampleRows, ReferencedRows
 from zjax.data.loader import Loader, sample_rows
-from zjax.errors import DataError, Problem
+from zjax.errors import ConfigError, DataError, Problem
 from zjax.processes.agreement import check_same
 from zjax.rl.divergence_step import DivergenceStep
 from zjax.rl.preference_model import preference_model
@@ -128,7 +128,12 @@ class PreferenceTrainer(training.Trainer):
     def _find_reference(self, start: int) -> None:
         """Reads the log-probabilities by which the run of a checkpoint began."""
         saved = self.store.extra(start).get("data", {}).get("data.digest", "")
-        self._reference = str(saved).rpartition("-")[2]
+        _, has_reference, self._reference = str(saved).rpartition("-")
+        if not has_reference:
+            problem = "reads a reference, and the saved run had none"
+            remedy = "start a new run, from its weights by checkpoint.init_from"
+            kind = self._objective.kind
+            raise ConfigError(Problem("preference", kind, problem, remedy))
         if self._read_all():
             return
         # Weights that a run starts from take the place of the state for a while.
