@@ -23,6 +23,9 @@ import zlib
 import jaxlib.version
 import jaxtyping
 
+# Cycles wait for more of their kind: to look for them after every 700 objects took a
+# tenth of the time of imports, and of tests.
+gc.set_threshold(50_000, 5, 5)
 IS_NEW = jaxlib.version.__version_info__ >= (0, 11)
 # Collectives of programs that newer versions load from a disk may wait for ever.
 CACHE = "" if IS_NEW else pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
@@ -170,9 +173,7 @@ def untyped(monkeypatch):
 def pytest_sessionstart():
     """Else a module whose examples run alone is imported by its package and again.
 
-    What is imported by then is no garbage, and cycles wait for more of their kind: to
-    look for them after every 700 objects took a tenth of the tests' time.
+    What is imported by then is no garbage.
     """
     importlib.import_module("zjax")
     gc.freeze()
-    gc.set_threshold(50_000, 5, 5)
