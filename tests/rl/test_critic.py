@@ -47,9 +47,9 @@ def params_of(run, state):
     return stacked(unpadded(state.master, run.plan.master))
 
 
-def values_by_hand(model, params):
+def values_by_hand(model, params, rollouts=ROLLOUTS):
     """The product of the head's vector with the last hidden state of each token."""
-    tokens, stack = jnp.asarray(policies.padded(ROLLOUTS)), model.stack
+    tokens, stack = jnp.asarray(policies.padded(rollouts)), model.stack
     embed, segments, head = stack.split(jax.tree.map(jnp.asarray, params))
     carry, context = stack.embed(embed, {"tokens": tokens}, None)
     for number in range(stack.segments[0].num_blocks):
@@ -57,7 +57,7 @@ def values_by_hand(model, params):
         carry, _ = stack.segments[0].block(block, carry, context, None)
     hidden, _ = stack.factors(head, carry)
     values = hidden @ params["head"]["value"]
-    sizes = [(len(x.prompt_ids) - 1, len(x.ids)) for x in ROLLOUTS]
+    sizes = [(len(x.prompt_ids) - 1, len(x.ids)) for x in rollouts]
     return [row[m : m + n] for row, (m, n) in zip(values, sizes, strict=True)]
 
 

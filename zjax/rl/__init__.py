@@ -67,6 +67,7 @@ from zjax.rl.reference import Reference
 from zjax.rl.reference_free import odds_ratio_loss, orpo_loss, simpo_loss
 from zjax.rl.returns import discounted_returns, gae, token_rewards, whiten
 from zjax.rl.reward_model import bradley_terry_loss, ranking_loss
+from zjax.rl.reward_run import RewardRun
 from zjax.rl.rewards import RewardPool, Scorer, add_scores, function_name
 from zjax.rl.rollouts import (
     Rollout,
@@ -93,6 +94,7 @@ __all__ = [
     "Reference",
     "Reinforce",
     "RewardPool",
+    "RewardRun",
     "Rollout",
     "Sapo",
     "Scorer",

@@ -81,6 +81,11 @@ class TokenScores:
         weights, is_cast = self._weights(state)
         return self._run(Way(is_cast, None), weights, batch)
 
+    def values_by_copy(self, params: Params, batch: Batch) -> jax.Array:
+        """Computes values by parameters in the compute dtype, as `copy` gives them."""
+        self._check("values", "use a decoder with model.value_head=True")
+        return self._run(Way(True, None), params, batch)
+
     def _check(self, name: str, remedy: str) -> None:
         """Refuses a model whose stack lacks a function."""
         stack = self._model.stack
