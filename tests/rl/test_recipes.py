@@ -25,6 +25,7 @@ EXPECTED = {
     "SAPO": (rl.Sapo(), "sequence_mean"),
     "RLOO": (rl.Reinforce(), "constant_mean"),
     "REINFORCE++": (rl.Clip(), "token_mean"),
+    "PPO": (rl.Clip(), "token_mean"),
     "GDPO": (rl.Clip(), "sequence_mean"),
     "dual clip": (rl.Clip(bound=3.0), "sequence_mean"),
     "truncated importance sampling": (rl.Clip(), "sequence_mean"),
@@ -47,6 +48,8 @@ def test_settings_of_a_paper_make_its_objective(method, tmp_path):
     found = objective.loss, aggregation_of(config.rl.objective)
     assert found == EXPECTED[method]
     assert objective.ratios == ("sequences" if method == "GSPO" else "tokens")
+    assert (objective.value == rl.Value(0.1, 0.2)) == (method == "PPO")
+    assert config.model.value_head == (method == "PPO")
     assert (objective.kl == rl.Kl(0.04, "k3")) == (method == "GRPO")
     is_corrected = method == "truncated importance sampling"
     assert (objective.correction == rl.Correction()) == is_corrected

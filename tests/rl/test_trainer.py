@@ -214,6 +214,45 @@ def test_groups_without_a_signal_are_drawn_again_up_to_a_bound(tmp_path):
     assert row["grad_norm"] == 0
 
 
+def test_ppo_learns_values_beside_the_policy(tmp_path):
+    """Fails if no value moves, or advantages are of texts in place of tokens."""
+    trainer = rl_run.make_trainer(tmp_path, "rl.objective=ppo", "num_steps=2")
+    seen = []
+    draw = trainer.loader._draw
+    trainer.loader._draw = lambda first: seen.append(draw(first)) or seen[-1]
+    before = np.asarray(trainer.state.master["head"]["value"])
+    trainer.fit()
+    trainer.close()
+    assert not before.any()
+    assert np.asarray(trainer.state.master["head"]["value"]).any()
+    first, second = (updates[0].batch["rl"] for updates, _ in seen)
+    assert not first["values"].any()
+    assert second["values"].any()
+    given = second["advantages"][second["advantages"] != 0]
+    assert abs(given.mean()) < 1e-5
+    assert given.std(ddof=1) == pytest.approx(1, abs=1e-3)
+    row = rl_run.records(tmp_path)[0]
+    assert row["ratio"] == 1
+    assert row["value_loss"] > 0
+
+
+@pytest.mark.parametrize("kind", ["loss", "reward"])
+def test_the_reference_is_where_the_run_started(whole, tmp_path, kind):
+    """Fails if the reference moves with the policy, or with a resumed run."""
+    objective = {"loss": "grpo", "reward": "reinforce_pp"}[kind]
+    given = (
+        f"checkpoint.init_from={whole['directory']}",
+        f"rl.objective={objective}",
+        f"rl.reference={kind}",
+        "rl.reference.coefficient=0.5",
+    )
+    rl_run.fit(tmp_path, *given, after_step=[stop_after(2)])
+    rl_run.fit(tmp_path, *given)
+    rows = rl_run.records(tmp_path)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert all(row["kl"] > 1e-9 for row in rows[1:])
+
+
 def test_what_a_run_lacks_is_told_at_once(tmp_path):
     text = (
         "rl.prompts='' names no prompts; give a file of JSON Lines\n"

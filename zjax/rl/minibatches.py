@@ -114,3 +114,4 @@ class _Token(NamedTuple):
     prompt_ids: tuple[int, ...] = (0,)
     ids: np.ndarray = np.zeros(1, np.int32)
     logprobs: np.ndarray = np.zeros(1, np.float32)
+    experts: None = None

@@ -39,6 +39,7 @@ def make_objective(settings: rl.Rl) -> parts.Objective:
         ratios=settings.objective.ratio,
         kl=divergence,
         correction=_correction(settings.correction),
+        value=_value(settings.objective),
         temperature=settings.rollout.temperature,
     )
 
@@ -106,6 +107,13 @@ def _token_loss(
         temperatures = objective.positive_temperature, objective.negative_temperature
         return parts.Sapo(*temperatures)
     return parts.Reinforce()
+
+
+def _value(objective: rl.Objective) -> parts.Value | None:
+    """Returns the loss of the critic."""
+    if not isinstance(objective, rl.Ppo):
+        return None
+    return parts.Value(objective.value_weight, objective.value_clip)
 
 
 def _correction(given: rl.Correction | None) -> parts.Correction | None:

@@ -11,7 +11,7 @@ import optax
 from zjax.rl.credit import token_advantages
 from zjax.rl.groups import Experience
 from zjax.rl.minibatches import Minibatches
-from zjax.rl.policy import logprobs_of
+from zjax.rl.policy import logprobs_of, values_of
 from zjax.rl.reference import Reference
 from zjax.rl.rollouts import Rollout
 from zjax.run.first_state import first_state
@@ -41,7 +41,7 @@ class TokenTargets:
         state: State of the run; not consumed.
         settings: Settings of `config.rl`.
         minibatches: Packs texts.
-        keeps_old: Whether updates compare with the weights that drew the texts.
+        names: Names under `rl` of the arrays that updates read besides those of `pack`.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class TokenTargets:
         settings: rl.Rl,
         minibatches: Minibatches,
         *,
-        keeps_old: bool,
+        names: Sequence[str],
     ):
         self._run, self._settings, self._minibatches = run, settings, minibatches
-        self._keeps_old = keeps_old
+        self._names = names
         self._reference = None
         if given := settings.reference:
             start = _first_weights(run, state)
@@ -69,37 +69,46 @@ class TokenTargets:
         """
         rollouts, reference = experience.rollouts, self._settings.reference
         arrays, values = dict[str, Values](), dict[str, float]()
+        at_temperature = {"temperature": self._settings.rollout.temperature}
         old: Values = []
-        if self._keeps_old or isinstance(reference, rl.InReward):
-            score = functools.partial(logprobs_of, self._run)
+        keeps_old = "old_logprobs" in self._names
+        if keeps_old or isinstance(reference, rl.InReward):
+            score = functools.partial(logprobs_of, self._run, **at_temperature)
             old = self._score(state, rollouts, score)
             pairs = zip(old, rollouts, strict=True)
             gaps = [float(np.abs(x - y.logprobs).max()) for x, y in pairs]
             values["sampler_gap_max"] = max(gaps, default=0.0)
-            arrays |= {"old_logprobs": old} if self._keeps_old else {}
+            arrays |= {"old_logprobs": old} if keeps_old else {}
         if self._reference:
-            found = self._score(state, rollouts, self._reference.logprobs)
-            arrays["reference_logprobs"] = found
+            score = functools.partial(self._reference.logprobs, **at_temperature)
+            arrays["reference_logprobs"] = self._score(state, rollouts, score)
         objective, advantages = self._settings.objective, experience.advantages
         if isinstance(objective, rl.Returns):
             penalties = [np.zeros(len(x.ids), np.float32) for x in rollouts]
             if isinstance(reference, rl.InReward):
                 pairs = zip(old, arrays["reference_logprobs"], strict=True)
                 penalties = [reference.coefficient * (x - y) for x, y in pairs]
-            given = objective, experience.rewards, penalties
-            advantages = token_advantages(*given)[0]
+            known = None
+            if isinstance(objective, rl.Ppo):
+                score = functools.partial(values_of, self._run)
+                known = arrays["values"] = self._score(state, rollouts, score)
+            given = objective, experience.rewards, penalties, known
+            advantages, returns = token_advantages(*given)
+            arrays |= {"returns": returns} if known else {}
         return Learned(advantages, arrays, values)
 
     def _score(
         self, state: Any, rollouts: Sequence[Rollout], score: Callable[..., jax.Array]
     ) -> Values:
-        """Computes the log-probability of each token of texts, in packed batches."""
-        found, temperature = list[np.ndarray](), self._settings.rollout.temperature
+        """Computes a value of each token of texts, in packed batches."""
+        found = list[np.ndarray]()
         nothing = np.zeros(len(rollouts), np.float32)  # no advantage
         for chosen in self._minibatches.in_order(len(rollouts)):
             packed = self._minibatches.pack(rollouts, nothing, {}, chosen)
-            logprobs = score(state, packed.batch, temperature=temperature)
-            found += packed.unpack(np.asarray(logprobs))
+            # A forward pass takes the batches of a step, and reads none of these.
+            unread = np.zeros_like(packed.batch["weights"])
+            packed = packed.with_arrays(**{name: unread for name in self._names})
+            found += packed.unpack(np.asarray(score(state, packed.batch)))
         return found
 
 

@@ -123,14 +123,20 @@ class Trainer(training.Trainer):
         policy = policy_model(self.config, make_objective(self._settings))
         # A batch of tokens alone is no example of what the loss reads.
         policy = dataclasses.replace(policy, inputs=None)
-        names = ["old_logprobs"] * self._keeps_old
-        names += ["reference_logprobs"] * bool(self._settings.reference)
-        return policy, self._minibatches.example(names)
+        return policy, self._minibatches.example(self._names)
 
-    @property
-    def _keeps_old(self) -> bool:
-        """Whether later updates of a rollout compare with the weights that drew it."""
-        return self._settings.num_updates(self.config.global_batch_size) > 1
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """Names of the arrays of a batch besides those of `pack`."""
+        settings, names = self._settings, list[str]()
+        # Later updates of a rollout compare with the weights that drew the texts.
+        if settings.num_updates(self.config.global_batch_size) > 1:
+            names += ["old_logprobs"]
+        if settings.reference:
+            names += ["reference_logprobs"]
+        if isinstance(settings.objective, rl.Ppo):
+            names += ["values", "returns"]
+        return names
 
     @functools.cached_property
     def _minibatches(self) -> Minibatches:
@@ -175,7 +181,7 @@ class Trainer(training.Trainer):
             seed=config.seed,
         )
         self._tokens = TokenTargets(
-            self.run, self.state, settings, self._minibatches, keeps_old=self._keeps_old
+            self.run, self.state, settings, self._minibatches, names=self._names
         )
         position = {
             "seed": config.seed,
