@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from zjax.config.rl_rules import dropout_rates
 from zjax.errors import Problem
 from zjax.settings import choices, mixture, schema
 from zjax.settings.preference import Dpo
@@ -34,6 +35,9 @@ def preference_problems(config: schema.Config, num_devices: int) -> Iterator[Pro
             problem = "has no effect with preference.label_smoothing=0.0"
             remedy = "set the share of wrong preferences there, or leave it out"
             yield Problem("preference.robust", True, problem, remedy)
+    for field, rate in dropout_rates(config).items() if chosen.reads_reference else ():
+        problem = "makes log-ratios noise: the reference drops nothing"
+        yield Problem(field, rate, problem, "use 0.0")
     if chosen.has_rewards and config.lora and not _trains_values(config.lora):
         patterns = config.lora.also_train
         problem = "leaves the rewards of preference='reward_model' at 0"

@@ -45,7 +45,7 @@ def _unread(config: schema.Config) -> Iterator[Problem]:
 
 def _model(config: schema.Config) -> Iterator[Problem]:
     """Yields models that do not draw texts as they score them."""
-    model, lora = config.model, config.lora
+    model = config.model
     if model.kind != "decoder":
         problem = "draws no texts, which rl learns from"
         yield Problem("model.kind", model.kind, problem, "use 'decoder'")
@@ -53,14 +53,18 @@ def _model(config: schema.Config) -> Iterator[Problem]:
         kind = choices.value_at(model, "moe")
         problem = "sees later tokens, which a sampler has not drawn yet"
         yield Problem("model.moe", kind, problem, "use 'token_choice'")
+    for field, rate in dropout_rates(config).items():
+        problem = "makes the policy of the loss another than the policy of the "
+        problem += "rollout (rl)"
+        yield Problem(field, rate, problem, "use 0.0")
+
+
+def dropout_rates(config: schema.Config) -> dict[str, float]:
+    """Rates of dropout above 0, by setting."""
     names = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
-    rates = {f"model.{name}": getattr(model, name) for name in names}
-    rates |= {"lora.dropout": lora.dropout} if lora else {}
-    for field, rate in rates.items():
-        if rate > 0:
-            problem = "makes the policy of the loss another than the policy of the "
-            problem += "rollout (rl)"
-            yield Problem(field, rate, problem, "use 0.0")
+    rates = {f"model.{name}": getattr(config.model, name) for name in names}
+    rates |= {"lora.dropout": config.lora.dropout} if config.lora else {}
+    return {field: rate for field, rate in rates.items() if rate > 0}
 
 
 def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
