@@ -23,10 +23,9 @@ from zjax.run.weights import open_run
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PASSES = "jit(run_pass)", "jit(run_steps)"
-NUM_SIZES = len(sizes.sizes_of(2))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def ahead(compiled_ahead):
     with compiled_ahead():
         yield
@@ -60,7 +59,7 @@ def wait_for(holds):
 
 
 def write_all_sizes(generator):
-    """Texts whose passes have all sizes of two rows."""
+    """Texts whose passes have all sizes of one row or two."""
     prompts = ["abc", "hello world", "a"]
     texts = generator.generate(prompts, Sampling(max_new_tokens=20))
     texts += generator.generate(["x"], Sampling(max_new_tokens=9))
@@ -69,58 +68,60 @@ def write_all_sizes(generator):
 
 
 def directory(tmp_path, max_length):
-    return small_llama.write(tmp_path / "llama", max_length=max_length)
+    folder = small_llama.write(tmp_path / "llama", max_length=max_length)
+    return lambda: folder
 
 
 def run(*settings):
-    """Function that opens the weights of a run."""
+    """Function that writes a run, and returns what opens the weights."""
 
-    def open_weights(tmp_path, max_length):
+    def write(tmp_path, max_length):
         model = {"model": {"max_length": max_length, "vocab_size": 260}}
         every = "checkpoint.every_steps=1", "num_steps=1", "model.dropout_rate=0"
         config = small_run.fit(tmp_path / "run", model, *every, *settings).config
-        return open_run(config, "raw", 1, Prompts(make_bytes()))[0]
+        return lambda: open_run(config, "raw", 1, Prompts(make_bytes()))[0]
 
-    return open_weights
+    return write
 
 
-# Lengths differ, as programs of equal models are shared.
+# Lengths differ, as programs of equal models are shared. On meshes a row is enough:
+# each size takes seconds to compile.
 @pytest.mark.parametrize(
-    ("open_weights", "max_length", "dtypes"),
+    ("write", "max_length", "max_rows", "dtypes"),
     [
-        (directory, 72, {}),
-        (directory, 73, {"weight_dtype": "int8", "cache_dtype": "float8"}),
-        (directory, 74, {"weight_dtype": "int4"}),
-        (run("mesh.tensor=2", "mesh.sequence=2", "model.num_layers=2"), 75, {}),
-        (run("zero.stage=3", "model.moe.num_experts=4", "mesh.expert=4"), 76, {}),
+        (directory, 72, 2, {}),
+        (directory, 73, 2, {"weight_dtype": "int8", "cache_dtype": "float8"}),
+        (directory, 74, 2, {"weight_dtype": "int4"}),
+        (run("mesh.tensor=2", "mesh.sequence=2", "model.num_layers=2"), 75, 1, {}),
+        (run("zero.stage=3", "model.moe.num_experts=4", "mesh.expert=4"), 76, 1, {}),
     ],
     ids=["directory", "int8", "int4", "tensor", "experts"],
 )
 def test_all_sizes_compile_once_before_the_weights_are_there(
-    tmp_path, monkeypatch, open_weights, max_length, dtypes
+    tmp_path, monkeypatch, ahead, write, max_length, max_rows, dtypes
 ):
     """Fails if programs wait for the weights, or calls compile again, or texts change.
 
     The source of the weights waits until all sizes are compiled.
     """
-    compiled, load = [], loading.load_weights
+    compiled, load, open_weights = [], loading.load_weights, write(tmp_path, max_length)
+    num_sizes = len(sizes.sizes_of(max_rows))
 
     def load_late(*given):
-        wait_for(lambda: num_passes(names) >= NUM_SIZES)
+        wait_for(lambda: num_passes(names) >= num_sizes)
         compiled.append(num_passes(names))
         return load(*given)
 
     monkeypatch.setattr(loading, "load_weights", load_late)
-    source = open_weights(tmp_path, max_length)
-    with noted_programs() as names, Generator(source, max_rows=2, **dtypes) as made:
+    source, numbers = open_weights(), {"max_rows": max_rows} | dtypes
+    with noted_programs() as names, Generator(source, **numbers) as made:
         texts = write_all_sizes(made)
-        assert compiled == [NUM_SIZES]
+        assert compiled == [num_sizes]
         counts = collections.Counter(names)
-        assert num_passes(names) == NUM_SIZES, counts
+        assert num_passes(names) == num_sizes, counts
         assert {counts[x] for x in ("jit(cut_block)", "jit(empty_caches)")} == {1}
     monkeypatch.setattr(cutting.Unread, "can_wait", False)
-    source = open_weights(tmp_path / "again", max_length)
-    with Generator(source, max_rows=2, **dtypes) as made:
+    with Generator(open_weights(), **numbers) as made:
         assert write_all_sizes(made) == texts
 
 
@@ -171,7 +172,9 @@ def test_weights_that_fill_a_device_are_read_alone(
     assert opened.unread.can_wait == can_wait
 
 
-def test_programs_are_dropped_when_the_weights_cannot_be_read(tmp_path, monkeypatch):
+def test_programs_are_dropped_when_the_weights_cannot_be_read(
+    tmp_path, monkeypatch, ahead
+):
     """Fails if a broken file leaves a thread, or programs that nobody calls."""
     folder = small_llama.write(tmp_path / "llama", max_length=77)
     path = folder / "model.safetensors"
