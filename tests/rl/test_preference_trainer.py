@@ -2,6 +2,7 @@
 
 import gc
 import json
+import types
 
 import jax
 import numpy as np
@@ -87,11 +88,11 @@ def fit(*args, **options):
     trainer.fit()
     after = trainer.evaluate()
     trainer.close()
-    return before, after
+    return before, after, trainer
 
 
 def test_dpo_raises_the_margin_of_held_out_pairs(data, tmp_path):
-    before, after = fit(tmp_path, data, "dpo")
+    before, after, _ = fit(tmp_path, data, "dpo")
     # The run starts from the reference: nothing is preferred yet.
     np.testing.assert_allclose(before["eval_margin"], 0, atol=1e-5)
     np.testing.assert_allclose(before["eval_loss"], np.log(2), rtol=1e-5)
@@ -99,15 +100,35 @@ def test_dpo_raises_the_margin_of_held_out_pairs(data, tmp_path):
     assert after["eval_margin"] > 0.3 and after["eval_accuracy"] > 0.9
 
 
+def texts_of(opened):
+    """The documents of a split, as texts that a policy could have drawn."""
+    for start, end in zip(opened.offsets[:-1], opened.offsets[1:], strict=True):
+        ids, answers = opened.tokens[start:end], opened.answers[start:end]
+        first = int(answers.argmax())
+        logprobs = np.zeros(len(ids) - first, np.float32)
+        given = {
+            "prompt_ids": ids[:first].tolist(),
+            "ids": ids[first:].astype(np.int32),
+        }
+        yield types.SimpleNamespace(**given, logprobs=logprobs, experts=None)
+
+
 @pytest.mark.parametrize("kind", ["pairs", "ranked"])
 def test_a_reward_model_ranks_held_out_completions(kind, data, tmp_path):
     data = data if kind == "pairs" else write(tmp_path / "data", kind)
     changes = {"num_steps": 20, "optimizer.peak_learning_rate": 1e-2}
-    before, after = fit(tmp_path / "run", data, "reward_model", changes)
+    before, after, trainer = fit(tmp_path / "run", data, "reward_model", changes)
     # The vector of rewards starts at 0.
     np.testing.assert_allclose(before["eval_loss"], np.log(2), rtol=1e-6)
     assert before["eval_accuracy"] == 0
     assert after["eval_accuracy"] > 0.9 and after["eval_margin"] > 0.5
+    # As a judge of texts, the saved run gives the rewards that it was trained to.
+    opened = trainer._examples["validation"].opened
+    judge = rl.RewardRun(str(tmp_path / "run"), trainer.run)
+    scores = np.array(judge.score([*texts_of(opened)]))
+    lists = np.split(scores, opened.examples[1:-1])
+    means = [each.mean() for each in lists]
+    np.testing.assert_allclose(np.mean(means), after["eval_reward"], rtol=1e-4)
 
 
 def steps_of(config, number, **options):
