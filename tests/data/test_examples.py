@@ -157,6 +157,23 @@ def test_labels_stand_beside_a_completion_of_another_prompt(monkeypatch):
     assert opened.labels.tolist() == [1, 0, 1]
 
 
+def test_labels_of_conversations_keep_their_prompts(checkpoint):
+    """Fails if a mismatched completion brings its own prompt, or loses its loss."""
+    records = [
+        {"prompt": [user("a")], "completion": [answer("b")], "label": True},
+        {"prompt": [user("c"), answer("d"), user("me")], "completion": [answer("you")]},
+    ]
+    records[1]["label"] = False
+    opened = write(records, examples="labels", chat=checkpoint)
+    first, second = "<s>user a</s>", "<s>user c</s><s>assistant d</s><s>user me</s>"
+    assert texts(opened) == [
+        f"{first}<s>assistant [b</s>]",
+        f"{first}<s>assistant [you</s>]",
+        f"{second}<s>assistant [you</s>]",
+        f"{second}<s>assistant [b</s>]",
+    ]
+
+
 @pytest.mark.parametrize("given", REFUSALS, ids=REFUSALS)
 def test_all_that_is_wrong_is_told_by_line(given, tmp_path):
     kind, _, records = given.partition(" ")
