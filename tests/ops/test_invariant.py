@@ -58,6 +58,23 @@ def test_a_row_is_the_same_bits_beside_any_rows_and_in_any_program(compute):
         np.testing.assert_array_equal(some, whole[:number])
 
 
+def test_a_product_is_rounded_before_a_sum():
+    """Fails if a compiler contracts the two, as it does where they stand together."""
+    products = np.asarray(jax.jit(invariant.product)(X, Y))
+    sums = jax.jit(lambda x, y: invariant.product(x, y) + x)(X, Y)
+    np.testing.assert_array_equal(sums, products + np.asarray(X))
+
+
+@pytest.mark.parametrize("function", [invariant.exp, invariant.log])
+def test_functions_do_not_depend_on_the_place_in_an_array(function):
+    """Fails if the last numbers of an array are computed one by one, in another way."""
+    numbers = jnp.abs(draw(1_000))
+    run = jax.jit(function)
+    whole = np.asarray(run(numbers))
+    for size in (3, 5, 7, 15):
+        np.testing.assert_array_equal(run(numbers[:size]), whole[:size])
+
+
 def test_exponentials_and_logarithms_are_those_of_numpy():
     x = np.linspace(-86, 88, 10_001, dtype=np.float32)
     found = np.asarray(invariant.exp(jnp.asarray(x)))
@@ -84,8 +101,9 @@ def test_matrices_side_by_side_give_the_bits_of_matrices_apart():
 def test_16_bits_are_rounded_whatever_follows():
     """Fails if a compiler keeps the digits of a sum that bfloat16 does not have."""
     x, y = X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)
-    wide = jax.jit(lambda x, y: invariant.add(x, y).astype(jnp.float32))(x, y)
-    np.testing.assert_array_equal(wide, np.float32(x + y))
+    factor = np.float32(3.3)
+    wide = jax.jit(lambda x, y: invariant.add(x, y).astype(jnp.float32) * factor)(x, y)
+    np.testing.assert_array_equal(wide, np.float32(x + y) * factor)
 
 
 PLAIN = {
