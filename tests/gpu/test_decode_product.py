@@ -10,11 +10,13 @@ import pytest
 from tests.kernels.decode.test_product import fused
 from tests.support.gpu import NEEDS_HOPPER
 from zjax_kernels import few_rows_matmul
+from zjax_kernels.decode.product.reference import restored
 
 pytestmark = NEEDS_HOPPER
 SHAPES = [(4096, 4096), (1600, 4800), (11008, 4096), (4096, 22016), (64, 64)]
 CODES = {
     "8 bits": dict(codes=jnp.int8),
+    "8 bits by column": dict(codes=jnp.int8, normal=True, group=None),
     "4 bits": dict(codes=jnp.int4),
     "8 bits, all": dict(codes=jnp.int8, normal=True, activation="swiglu", adds=True),
     "4 bits, all": dict(
@@ -58,7 +60,7 @@ def make_case(
     if codes is not None:
         is_float = jnp.issubdtype(codes, jnp.floating)
         last = 448 if is_float else int(jnp.iinfo(codes).max)
-        shape = depth // group, columns
+        shape = depth // (group or depth), columns
         weights = jax.random.randint(keys[1], (columns, depth), -last - 1, last + 1)
         weights = weights.astype(codes)
         settings["scales"] = jax.random.uniform(keys[4], shape) / last * depth**-0.5
@@ -77,6 +79,8 @@ def assert_computed(x, weights, settings):
     """Compares with NumPy, and a call with another call."""
     found = multiply(x, weights, settings)
     np.testing.assert_array_equal(found, multiply(x, weights, settings))
+    if jnp.issubdtype(weights.dtype, jnp.integer):
+        weights = restored(weights, jnp.iinfo(weights.dtype).bits)
     expected = fused(x, weights.astype(jnp.float32), **settings)
     np.testing.assert_allclose(found, expected, atol=1e-2 * np.abs(expected).max())
 
@@ -96,7 +100,7 @@ def test_options_are_fused(name, depth, columns, rows):
     assert_computed(*make_case(rows, depth, columns, jnp.bfloat16, **OPTIONS[name]))
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 16, 64, 128])
 @pytest.mark.parametrize(
     ("depth", "columns"), [(4096, 4096), (11008, 4096), (4096, 22016), (256, 128)]
 )

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from zjax_kernels import few_rows_matmul
-from zjax_kernels.decode.product.tuning import CODE_ROWS, MAX_ROWS
+from zjax_kernels.decode.product.reference import interleaved, restored
+from zjax_kernels.decode.product.tuning import CODE_ROWS, MAX_CODE_ROWS, num_bits
 
 WeightDtype = Literal["compute", "int8", "int4", "float8"]
 """How matrices are stored; `compute` is the dtype of the rows."""
@@ -22,13 +23,7 @@ class Codes(NamedTuple):
     codes: Shaped[Array, "M K"]
     """int8, int4 or float8_e4m3fn."""
     scales: Float[Array, "groups M"]
-    """Scale of each group of inputs of a column. A column of int8 or float8 has one
-    scale, which all groups repeat, as the kernel takes scales of groups."""
-
-    @property
-    def by_column(self) -> Float[Array, "1 M"] | None:
-        """Scale of each column; None if groups have other scales."""
-        return None if self.codes.dtype == jnp.int4 else self.scales[:1]
+    """Scale of each group of inputs of a column."""
 
 
 def quantize(kernel: Float[Array, "K M"], weight_dtype: WeightDtype) -> Codes:
@@ -45,8 +40,7 @@ def quantize(kernel: Float[Array, "K M"], weight_dtype: WeightDtype) -> Codes:
     dtype, (depth, columns) = jnp.dtype(_DTYPES[weight_dtype]), kernel.shape
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     last = float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
-    group = group_size(depth)
-    shared = group if weight_dtype == "int4" else depth
+    shared = group_size(depth) if weight_dtype == "int4" else depth
     values = kernel.T.astype(jnp.float32).reshape(columns, -1, shared)
     largest = jnp.abs(values).max(axis=2)
     # A column of zeros would divide 0 by 0.
@@ -55,10 +49,10 @@ def quantize(kernel: Float[Array, "K M"], weight_dtype: WeightDtype) -> Codes:
     scales = scales.astype(kernel.dtype)
     values /= scales.astype(jnp.float32)[..., None]
     values = jnp.clip(jnp.round(values) if is_integer else values, -last, last)
-    scales = scales.T
-    if weight_dtype != "int4":
-        scales = jnp.repeat(scales, depth // group, axis=0)
-    return Codes(values.astype(dtype).reshape(columns, depth), scales)
+    values = values.reshape(columns, depth)
+    if is_integer:
+        values = interleaved(values, num_bits(dtype))
+    return Codes(values.astype(dtype), scales.T)
 
 
 def group_size(depth: int) -> int:
@@ -74,6 +68,8 @@ def group_size(depth: int) -> int:
 def dequantize(matrix: Codes) -> Float[Array, "K M"]:
     """Multiplies codes by scales, in the dtype of the scales."""
     codes, scales = matrix.codes, matrix.scales
+    if jnp.issubdtype(codes.dtype, jnp.integer):
+        codes = restored(codes, num_bits(codes.dtype))
     grouped = codes.reshape(len(codes), len(scales), -1).astype(scales.dtype)
     return (grouped * scales.T[..., None]).reshape(codes.shape).T
 
@@ -88,25 +84,25 @@ def multiply(
     """Multiplies rows by codes; `fused` is as of `few_rows_matmul`.
 
     Codes and scales are parameters of the program: the GPU reads them early.
-    Few rows (`CODE_ROWS`) stream the codes through the kernel, in pieces of `MAX_ROWS`:
-    time is that of reading them. More rows take one product of 16-bit numbers. XLA
-    widens the codes of int8 inside of the product, or before it if that is faster, and
-    scales the columns behind it; groups of int4 are scaled before. More rows than few
-    meet codes of float8 in float8, in one product at twice the speed of 16 bits.
+    Few rows (`CODE_ROWS`) stream the codes through the kernel, in pieces of
+    `MAX_CODE_ROWS`. More rows take one product of 16-bit numbers. XLA widens the codes
+    of int8 inside of the product, or before it if that is faster, and scales the
+    columns behind it; groups of int4 are scaled before. More rows than few meet codes
+    of float8 in float8, in one product at twice the speed of 16 bits.
     """
     codes, scales = matrix.codes, matrix.scales
     if len(x) <= CODE_ROWS.get(codes.dtype.name, 0):
         pieces = []
-        for start in range(0, len(x), MAX_ROWS):
-            rows = slice(start, start + MAX_ROWS)
+        for start in range(0, len(x), MAX_CODE_ROWS):
+            rows = slice(start, start + MAX_CODE_ROWS)
             added = None if residual is None else residual[rows]
             given = fused | {"scales": scales, "residual": added, "early": True}
             pieces.append(few_rows_matmul(x[rows], codes, **given))
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
     fused |= {"residual": residual, "implementation": "reference"}
-    if matrix.by_column is not None:
+    if len(scales) == 1:
         fused["rounds_rows"] = codes.dtype == jnp.float8_e4m3fn
-        return few_rows_matmul(x, codes, scales=matrix.by_column, **fused)
+        return few_rows_matmul(x, codes, scales=scales, **fused)
     return few_rows_matmul(x, dequantize(matrix), **fused)
 
 

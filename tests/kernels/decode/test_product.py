@@ -12,6 +12,7 @@ from tests.support.lowering import num_kernels
 from tests.support.refusals import value_error
 from zjax.ops.weights import quantize
 from zjax_kernels import device, few_rows_matmul
+from zjax_kernels.decode.product.reference import interleaved, restored
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -75,6 +76,26 @@ def test_codes_are_transposed_and_scaled_by_groups(dtype):
     found = few_rows_matmul(x, codes, scales=scales, activation="swiglu")
     expected = fused(x, codes, scales=scales, activation="swiglu")
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_codes_are_in_the_order_of_the_kernel(dtype, groups):
+    """Fails if words of 16 bits pair other channels than the kernel multiplies."""
+    rng = np.random.default_rng(0)
+    codes, bits = rng.integers(-7, 8, size=(6, 512)), jnp.iinfo(dtype).bits
+    x, scales = (
+        jnp.float32(rng.normal(size=(n, m))) for n, m in ((3, 512), (groups, 6))
+    )
+    # Of 16 / bits runs of 64 channels, the k-th codes lie side by side.
+    runs = codes.reshape(6, -1, 16 // bits, 64)
+    words = np.stack([runs[:, :, :, k] for k in range(64)], axis=2).reshape(6, 512)
+    stored = interleaved(jnp.asarray(codes), bits).astype(dtype)
+    np.testing.assert_array_equal(stored.astype(int), words)
+    np.testing.assert_array_equal(restored(stored, bits).astype(int), codes)
+    found = few_rows_matmul(x, stored, scales=scales)
+    expected = fused(x, codes, scales=scales)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_codes_of_qlora_are_those_of_the_product():

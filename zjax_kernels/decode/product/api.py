@@ -13,7 +13,12 @@ from zjax_kernels.decode.product.reference import (
     Operands,
     Options,
 )
-from zjax_kernels.decode.product.tuning import CHUNK, MAX_ROWS, step_depth
+from zjax_kernels.decode.product.tuning import (
+    CHUNK,
+    MAX_CODE_ROWS,
+    MAX_ROWS,
+    step_depth,
+)
 from zjax_kernels.device import (
     DTYPES,
     choose_implementation,
@@ -51,7 +56,8 @@ def few_rows_matmul(
         x: [N, K] rows.
         weights: [K, M] matrix in the dtype of `x`; [K, 2 M], gates before values, for
             an activation with gates. With `scales`, codes transposed: int8, int4 or
-            float8_e4m3fn [M, K] or [2 M, K].
+            float8_e4m3fn [M, K] or [2 M, K]. Where K is a multiple of 128 for int8, of
+            256 for int4, codes of integers are in the order of `interleaved`.
         scales: [K / group, M] or [K / group, 2 M] floats, by which the sums of each
             group of inputs are multiplied, or None.
         norm: Scale [K] and number added to the mean square, at least 0, of an RMS norm
@@ -66,10 +72,10 @@ def few_rows_matmul(
             arrays that no recent operation computes, as parameters of a model are:
             otherwise results are wrong.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, 1 to 64 rows, K and
-            M multiples of 64; for codes bfloat16 rows, K a multiple of 128, for int4 of
-            256, groups of 64 or 128, and rows as they are), `reference` (anywhere, any
-            sharding), or `auto`: `mosaic_gpu` where possible, logged once, but
-            `reference` for float8.
+            M multiples of 64; for codes 1 to 128 rows of bfloat16 as they are, K a
+            multiple of 128, for int4 of 256, and one group, or groups of 64 or 128),
+            `reference` (anywhere, any sharding), or `auto`: `mosaic_gpu` where
+            possible, logged once, but `reference` for float8.
 
     Returns:
         [N, M] in the dtype of `x`, summed in float32. There is no gradient rule.
@@ -114,8 +120,9 @@ def _obstacle(operands: Operands, options: Options) -> tuple[str, str]:
     if x.dtype.name not in dtypes:
         problem = f"it needs {' or '.join(dtypes)} rows and x is {x.dtype.name}"
         return problem, "cast it"
-    if not 1 <= len(x) <= MAX_ROWS:
-        problem = f"it needs 1 to {MAX_ROWS} rows and x has {len(x)}"
+    most = MAX_ROWS if scales is None else MAX_CODE_ROWS
+    if not 1 <= len(x) <= most:
+        problem = f"it needs 1 to {most} rows and x has {len(x)}"
         return problem, "use x @ weights"
     depth, columns = x.shape[1], operands.columns // options.num_parts
     step = step_depth(weights.dtype)
@@ -124,7 +131,7 @@ def _obstacle(operands: Operands, options: Options) -> tuple[str, str]:
             f"it needs multiples of {step} inputs and {CHUNK} outputs, not {depth}"
         )
         return f"{problem} and {columns}", "pad them"
-    if scales is not None and depth // len(scales) not in GROUPS:
+    if scales is not None and len(scales) > 1 and depth // len(scales) not in GROUPS:
         known = " or ".join(map(str, GROUPS))
         problem = f"it needs groups of {known} inputs, not {depth // len(scales)}"
         return problem, "quantise again"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from zjax_kernels.decode.product.tuning import CHUNK, num_bits
 from zjax_kernels.grouped.reference import clamped_swiglu
 
 Activation = Literal["", "gelu", "swiglu", "geglu", "clamped_swiglu"]
@@ -24,7 +25,7 @@ class Operands(NamedTuple):
     Args:
         x: [N, K] rows.
         weights: [K, M], or [K, 2 M] of gates and values; with scales, codes transposed:
-            [M, K] or [2 M, K].
+            [M, K] or [2 M, K], integers in the order of `interleaved`.
         scales: [K / group, M] or [K / group, 2 M] scales of codes, or None.
         norm: [K] scale of the RMS norm of the rows, or None.
         residual: [N, M] that is added to the result, or None.
@@ -101,8 +102,46 @@ def normalised(x: Array, norm: Array | None, eps: float) -> Array:
     return (wide * norm.astype(jnp.float32)[None]).astype(x.dtype)
 
 
+def interleaved(codes: Array, bits: int) -> Array:
+    """Orders codes [M, K] of `bits` bits as the kernel reads them.
+
+    Of 16 / bits runs of 64 channels, the codes at one place lie side by side, so that
+    16 bits have a code of each run, and are an element of each of as many matrices.
+    Other depths than multiples of these runs stay in order.
+
+    Example:
+        >>> interleaved(jnp.arange(128)[None], 8)[0, :6].tolist()
+        [0, 64, 1, 65, 2, 66]
+    """
+    return _swap(codes, 16 // bits, CHUNK)
+
+
+def restored(codes: Array, bits: int) -> Array:
+    """Undoes `interleaved`.
+
+    Example:
+        >>> restored(interleaved(jnp.arange(128)[None], 8), 8)[0, :3].tolist()
+        [0, 1, 2]
+    """
+    return _swap(codes, CHUNK, 16 // bits)
+
+
+def _swap(x: Array, runs: int, length: int) -> Array:
+    """Transposes each `runs` x `length` channels, if all channels are such tiles."""
+    if x.shape[1] % (runs * length):
+        return x
+    return x.reshape(len(x), -1, runs, length).swapaxes(2, 3).reshape(x.shape)
+
+
 def _multiply_codes(x: Array, codes: Array, scales: Array) -> Array:
     """Sums each group of channels, scales the sums and adds them: float32[N, M]."""
+    if jnp.issubdtype(codes.dtype, jnp.integer):
+        bits = num_bits(codes.dtype)
+        # The rows are the smaller operand, but groups are of channels in order.
+        if len(scales) == 1:
+            x = interleaved(x, bits)
+        else:
+            codes = restored(codes, bits)
     x = x.reshape(len(x), len(scales), -1)
     codes = codes.astype(x.dtype).reshape(len(codes), *x.shape[1:])
     sums = jnp.einsum("ngk,mgk->ngm", x, codes, preferred_element_type=jnp.float32)

@@ -1,6 +1,7 @@
 """Tuning of the kernel of products of few rows: a rule from the sizes of an H200."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,12 +10,10 @@ from zjax_kernels.device import NUM_SMS
 
 MAX_ROWS = 64
 """Rows that the kernel takes; with more, a product is not bound by memory."""
+MAX_CODE_ROWS = 128
+"""Rows that the kernel multiplies by codes, of half or a quarter of the bytes."""
 CODE_ROWS = {"int8": 128, "int4": 256}
-"""Rows up to which codes are multiplied as they are, in pieces of `MAX_ROWS`.
-
-Each piece reads all codes again, so that codes of b bits move no more bytes than 16-bit
-weights up to `MAX_ROWS * 16 / b` rows. These numbers are that bound, not measured.
-"""
+"""Rows up to which codes are multiplied as they are, in pieces of `MAX_CODE_ROWS`."""
 CHUNK = 64
 """Channels of 128 bytes, the width of the swizzle."""
 STEP_BYTES = 128
@@ -29,6 +28,10 @@ _FILLED = 0.9
 """Share of the SMs that have a program, at least, where each has one at most."""
 _FEW_ROWS = 16
 """Rows up to which wide tiles leave memory for sums of other programs."""
+_CODE_PROGRAMS, _MIN_CODE_STAGES = 2, 2
+"""Programs with codes of an SM, and stages of a program, at least."""
+_BUSY = 0.85
+"""Share of the places for programs with codes that is enough."""
 _MIN_STAGES, _IN_FLIGHT = 3, 64 * 1024
 """Stages of a program, and bytes of weights on the way to an SM, at least."""
 
@@ -80,19 +83,21 @@ def choose(
     Each output is of `parts` columns of the weights, which have a `dtype`; `normal`
     says whether the rows are normalised. One kernel multiplies by all `matrices`.
     """
-    has_codes = num_bits(dtype) < 16
+    if num_bits(dtype) < 16:
+        shape = rows, depth, columns
+        return _choose_for_codes(*shape, parts, normal, dtype)
     # A program scales all rows for a norm: fewer programs repeat less.
     repeats = normal and rows <= _FEW_ROWS
     fill_wide = matrices * (columns // WIDTHS[0]) >= NUM_SMS
     wide = columns % WIDTHS[0] == 0 and (repeats or fill_wide)
-    width = WIDTHS[0] if wide and parts == 1 and not has_codes else WIDTHS[1]
+    width = WIDTHS[0] if wide and parts == 1 else WIDTHS[1]
     tiles = matrices * (columns // width)
     steps = max(1, depth // step_depth(dtype))
     pairs = max(1, min(2, NUM_SMS // tiles))
     fills = _FILLED * NUM_SMS <= tiles * pairs <= NUM_SMS
-    # With codes, a program widens some while the others wait for theirs. A program on
-    # each SM has the longest ring; clusters of more than two might not fit so.
-    order = (3, 2, 1) if has_codes else (1, 2) if fills else (2, 1)
+    # A program on each SM has the longest ring; clusters of more than two might not fit
+    # so.
+    order = (1, 2) if fills else (2, 1)
     found = None
     for programs_per_sm in order:
         # Up to a third of the memory holds sums that others send.
@@ -122,6 +127,34 @@ def choose(
         if stages >= _MIN_STAGES and in_flight >= _IN_FLIGHT:
             break
     assert found is not None
+    return found
+
+
+def _choose_for_codes(
+    rows: int, depth: int, columns: int, parts: int, normal: bool, dtype: Any
+) -> Tuning:
+    """Returns the tuning of a product with codes.
+
+    Some programs of an SM widen codes while others wait for theirs: short rings of many
+    programs are faster than a long ring of one.
+    """
+    width = WIDTHS[1]
+    tiles, steps = columns // width, depth // step_depth(dtype)
+    stages_of = functools.partial(
+        num_stages, rows, width, parts=parts, normal=normal, dtype=dtype
+    )
+    found, best = Tuning(width, 1, stages_of(1, 1)), 0.0
+    for splits in range(1, min(MAX_SPLITS, steps) + 1):
+        fewest = -(-tiles * splits // NUM_SMS)
+        several = max(_CODE_PROGRAMS, fewest)
+        busy = tiles * splits / (several * NUM_SMS)
+        stages = stages_of(splits, several)
+        if stages < _MIN_CODE_STAGES:  # many rows: one program of an SM has room
+            stages = stages_of(splits, fewest)
+        if stages >= _MIN_CODE_STAGES and busy > best:
+            found, best = Tuning(width, splits, stages), busy
+        if best >= _BUSY:
+            break
     return found
 
 

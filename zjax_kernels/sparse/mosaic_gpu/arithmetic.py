@@ -140,25 +140,37 @@ class Arithmetic:
         run_with: Any = pl.run_state(run)
         return run_with(tuple(ACC.init(total) for total, _, _ in sums))
 
-    def products(self, *sums: list[tuple[jax.Array, Any]]) -> tuple[jax.Array, ...]:
-        """Returns sums of products, all under way at once.
+    def products(
+        self, *sums: list[tuple[jax.Array, Any]], onto: Sequence[jax.Array] = ()
+    ) -> tuple[jax.Array, ...]:
+        """Returns sums of products, all under way at once, added to what is given.
 
-        Each sum is of pairs of [m, k] in registers and [k, n] in shared memory.
+        Each sum is of pairs of [m, k] in registers and [k, n] in shared memory; `onto`
+        is float32[m, n] for each sum, in registers, or nothing.
         """
         if self.simulated:
-            products = ([_dot(x, y[...]) for x, y in pairs] for pairs in sums)
+            products = [[_dot(x, y[...]) for x, y in pairs] for pairs in sums]
+            if onto:
+                products = [[x, *each] for x, each in zip(onto, products, strict=True)]
             found = [functools.reduce(jnp.add, each) for each in products]
             plgpu.commit_smem()  # the GPU needs no fence after a read by tensor cores
             return tuple(found)
 
-        def run(*refs):
+        def run(refs):
             for ref, pairs in zip(refs, sums, strict=True):
                 for x, y in pairs:
                     plgpu.wgmma(ref, x, y)
+
+        if onto:
+            run_onto: Any = pl.run_state(run)
+            return run_onto(tuple(map(ACC.init, onto)))
+
+        def run_alone(*refs):
+            run(refs)
             return tuple(ref[...] for ref in refs)
 
         shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
-        return pl.run_scoped(run, *(ACC(shape, jnp.float32) for shape in shapes))
+        return pl.run_scoped(run_alone, *(ACC(shape, jnp.float32) for shape in shapes))
 
     def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         """Returns the indices along an axis, int32[shape]."""

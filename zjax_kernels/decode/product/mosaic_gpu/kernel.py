@@ -39,7 +39,7 @@ def few_rows_matmul(
     sizes, arithmetic = Sizes.of(operands, options, tuning), Arithmetic(interpret)
 
     def body(inputs, outputs, scratch):
-        memory = scratch.of(interpret)
+        memory = scratch.of(interpret, has_words=sizes.has_words)
         ring = Ring(sizes, Place.of(sizes), inputs, memory, arithmetic)
         (out_ref,) = outputs
         # The interpreter runs one kernel after another.

@@ -1,6 +1,7 @@
 """Sizes of a call, the share of each program, and shared memory."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,13 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.decode.product.reference import Operands, Options
-from zjax_kernels.decode.product.tuning import CHUNK, Tuning, choose, step_depth
+from zjax_kernels.decode.product.tuning import (
+    CHUNK,
+    Tuning,
+    choose,
+    num_bits,
+    step_depth,
+)
 from zjax_kernels.grouped.mosaic_gpu.pipeline import Views
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import index
 from zjax_kernels.warpgroups import CLUSTER
@@ -24,8 +31,11 @@ class Sizes:
         columns: Output channels.
         parts: Matrices, of gates and of values, or one.
         step: Contracted channels of a step.
-        groups: Groups of channels of a step that have scales; 0 without codes.
+        groups: Groups of channels of a step that have scales; 0 without codes, and for
+            a scale of each column.
         tuning: Choices that set how fast the kernel runs.
+        has_codes: Whether the weights are codes.
+        has_words: Whether the weights are codes of integers, in words of 16 bits.
     """
 
     rows: int
@@ -35,6 +45,8 @@ class Sizes:
     step: int
     groups: int
     tuning: Tuning
+    has_codes: bool = False
+    has_words: bool = False
 
     @classmethod
     def of(cls, operands: Operands, options: Options, tuning: Tuning | None) -> "Sizes":
@@ -53,8 +65,11 @@ class Sizes:
             normal=operands.norm is not None,
             dtype=operands.weights.dtype,
         )
-        groups = 0 if scales is None else step * len(scales) // depth
-        return cls(rows, depth, columns, parts, step, groups, tuning)
+        has_codes = scales is not None
+        groups = step * len(scales) // depth if has_codes and len(scales) > 1 else 0
+        has_words = jnp.issubdtype(operands.weights.dtype, jnp.integer)
+        kinds = has_codes, has_words
+        return cls(rows, depth, columns, parts, step, groups, tuning, *kinds)
 
     @property
     def padded_rows(self) -> int:
@@ -124,7 +139,9 @@ class Memory(NamedTuple):
         x: [stages, chunks, padded rows, CHUNK] activations.
         weights: [stages, parts, step, width] weights, or [stages, parts, width, step]
             codes.
-        scales: [stages, parts, groups, width] scales of codes, or None.
+        words: uint16[stages, parts, width, CHUNK] view of codes; the interpreter has
+            one view.
+        scales: [stages, parts, groups, width] scales of groups, or None.
         norm: [stages, chunks, CHUNK] scales of the norm, or None.
         residual: [padded rows, width] residual, or None.
         out: [padded rows, width] results.
@@ -137,6 +154,7 @@ class Memory(NamedTuple):
 
     x: Any
     weights: Any
+    words: Any
     scales: Any
     norm: Any
     residual: Any
@@ -152,15 +170,19 @@ class Memory(NamedTuple):
         """Returns types of shared memory and barriers, to be viewed by `of`."""
         stages, parts, width = sizes.tuning.stages, sizes.parts, sizes.tuning.width
         rows, others, x = sizes.padded_rows, sizes.tuning.splits - 1, operands.x
-        norm, scales, residual = operands.norm, operands.scales, operands.residual
-        tile = (sizes.step, width) if scales is None else (width, sizes.step)
+        norm, residual = operands.norm, operands.residual
+        scales = operands.scales if sizes.groups else None
+        tile = (width, sizes.step) if sizes.has_codes else (sizes.step, width)
+        codes = functools.partial(_codes, interpret=interpret)
+        weights = codes if sizes.has_words else functools.partial(_tiled, swizzle=128)
         chunks, num_sums = sizes.chunks, parts + (norm is not None)
         copies = chunks + num_sums + (0 if scales is None else parts)
         return cls(
             x=Views.allocate(
                 (stages, chunks, rows, CHUNK), x.dtype, simulated=interpret is not None
             ),
-            weights=_tiled((stages, parts, *tile), operands.weights.dtype, 128),
+            weights=weights((stages, parts, *tile), operands.weights.dtype),
+            words=None,
             scales=_plain((stages, parts, sizes.groups, width), scales),
             norm=_plain((stages, sizes.step), norm),
             residual=_plain((rows, width), residual),
@@ -176,14 +198,25 @@ class Memory(NamedTuple):
             ),
         )
 
-    def of(self, interpret: Any) -> "Memory":
-        """Names the views of the activations."""
-        return self._replace(x=Views.of(self.x, simulated=interpret is not None))
+    def of(self, interpret: Any, *, has_words: bool = False) -> "Memory":
+        """Names the views of activations and of codes."""
+        found = self._replace(x=Views.of(self.x, simulated=interpret is not None))
+        if has_words and interpret is None:
+            codes, words = self.weights
+            return found._replace(weights=codes, words=words)
+        return found._replace(words=self.weights)
 
 
 def _plain(shape: tuple[int, ...], like: Any) -> Any:
     """Allocates rows in the dtype of an operand, or nothing without an operand."""
     return None if like is None else plgpu.SMEM(shape, like.dtype)
+
+
+def _codes(shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
+    """Allocates codes, and for GPUs a view of them as words of 16 bits."""
+    codes = _tiled(shape, dtype, 128)
+    words = *shape[:-1], shape[-1] * num_bits(dtype) // 16
+    return codes if interpret else plgpu.RefUnion(codes, _tiled(words, jnp.uint16, 128))
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any = jnp.float32, swizzle: int = 32) -> Any:

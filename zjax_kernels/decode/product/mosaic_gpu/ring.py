@@ -107,7 +107,7 @@ class Ring:
     def weights(self, part: int, first: Array) -> tuple[Any, ...]:
         """Returns the place of the weights of a step, in a block of the matrix."""
         place = pl.ds(first, self.sizes.step), self.channels(part)
-        return place[::-1] if self.sizes.groups else place
+        return place[::-1] if self.sizes.has_codes else place
 
     def move(self, stage: Array, by: int) -> Array:
         """Returns the stage of the next step (1), or of the step before (-1)."""

@@ -2,7 +2,8 @@
 
 import functools
 import operator
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -10,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.decode.product.mosaic_gpu.ring import Ring
+from zjax_kernels.decode.product.mosaic_gpu.words import codes_of_words
 from zjax_kernels.decode.product.tuning import CHUNK, num_bits
 from zjax_kernels.sparse.mosaic_gpu.arithmetic import ACC, ROWS, index, per_row, widen
 
@@ -29,7 +31,9 @@ class Sums(NamedTuple):
 
 def multiply(ring: Ring) -> Sums:
     """Sums the products of the steps of a program."""
-    return (_multiply_codes if ring.sizes.groups else _multiply_weights)(ring)
+    if not ring.sizes.has_codes:
+        return _multiply_weights(ring)
+    return (_multiply_groups if ring.sizes.groups else _multiply_columns)(ring)
 
 
 def _multiply_weights(ring: Ring) -> Sums:
@@ -57,18 +61,51 @@ def _multiply_weights(ring: Ring) -> Sums:
     return Sums(*pl.run_scoped(accumulate, *accumulators))
 
 
-def _multiply_codes(ring: Ring) -> Sums:
+def _multiply_columns(ring: Ring) -> Sums:
+    """Sums products of codes with a scale for each column, which scales the sum."""
+    sizes, arithmetic = ring.sizes, ring.arithmetic
+    # Early: the end of a program would wait for global memory.
+    scales = [
+        arithmetic.load(
+            ring.operands.scales.at[0, ring.channels(part)], ROWS, optimized=False
+        )
+        for part in range(sizes.parts)
+    ]
+
+    def multiply(stage, totals):
+        pairs = [_widened(ring, stage, part) for part in range(sizes.parts)]
+        return arithmetic.products(*pairs, onto=totals)
+
+    parts, squares = _sum_steps(ring, multiply)
+    pairs = zip(parts, scales, strict=True)
+    return Sums(
+        [x * per_row(s.astype(jnp.float32), x.shape) for x, s in pairs], squares
+    )
+
+
+def _multiply_groups(ring: Ring) -> Sums:
     """Sums products of codes; the sum of each group is scaled in float32."""
+
+    def multiply(stage, totals):
+        return [
+            total + _product_of_groups(ring, stage, part)
+            for part, total in enumerate(totals)
+        ]
+
+    return _sum_steps(ring, multiply)
+
+
+def _sum_steps(
+    ring: Ring, multiply: Callable[[Array, list[Array]], Sequence[Array]]
+) -> Sums:
+    """Adds the products of all steps; `multiply` adds those of a stage to sums."""
     sizes, full = ring.sizes, ring.arithmetic.full
     zero = full(sizes.sum_shape, 0.0, plgpu.Layout.WGMMA)
 
     def add(step, carry):
         stage, sums = carry
         squares = ring.wait(stage, sums.squares)
-        parts = [
-            total + _product_of_codes(ring, stage, part)
-            for part, total in enumerate(sums.parts)
-        ]
+        parts = [*multiply(stage, sums.parts)]
         # Codes are in registers and products are done: the stage is free.
         ring.copy(step + index(sizes.tuning.stages), stage)
         return ring.move(stage, 1), Sums(parts, squares)
@@ -77,22 +114,28 @@ def _multiply_codes(ring: Ring) -> Sums:
     return lax.fori_loop(0, ring.place.num_steps, add, start)[1]
 
 
-def _product_of_codes(ring: Ring, stage: Array, part: int) -> Array:
+def _widened(ring: Ring, stage: Array, part: int) -> list[tuple[Array, Any]]:
+    """Returns chunks of the codes of a step, in registers, and of the rows."""
+    memory, arithmetic = ring.memory, ring.arithmetic
+    codes, chunks = memory.weights.at[stage, part], range(ring.sizes.chunks)
+    if jnp.issubdtype(codes.dtype, jnp.integer):
+        words = memory.words.at[stage, part]
+        words = arithmetic.load(words, plgpu.Layout.WGMMA, optimized=False)
+        bits = num_bits(codes.dtype)
+        widened = [codes_of_words(arithmetic, words, bits, chunk) for chunk in chunks]
+    else:
+        narrow = arithmetic.load(codes, plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+        narrow = arithmetic.layout_cast(narrow, plgpu.Layout.WGMMA)
+        wide = widen(narrow, memory.x.tiled.dtype)
+        widened = [wide[:, chunk * CHUNK : (chunk + 1) * CHUNK] for chunk in chunks]
+    rows = [ring.rows(stage, chunk) for chunk in chunks]
+    return [*zip(widened, rows, strict=True)]
+
+
+def _product_of_groups(ring: Ring, stage: Array, part: int) -> Array:
     """Returns the product of a step with the codes of a part."""
     sizes, memory, arithmetic = ring.sizes, ring.memory, ring.arithmetic
-    codes = memory.weights.at[stage, part]
-    narrow = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
-    layout = narrow[num_bits(codes.dtype)]
-    weights = arithmetic.load(codes, layout, optimized=False)
-    weights = arithmetic.layout_cast(weights, plgpu.Layout.WGMMA)
-    dtype = memory.x.tiled.dtype
-    is_float = jnp.issubdtype(codes.dtype, jnp.floating)
-    weights = widen(weights, dtype) if is_float else weights.astype(dtype)
-    pairs = [
-        (weights[:, chunk * CHUNK : (chunk + 1) * CHUNK], ring.rows(stage, chunk))
-        for chunk in range(sizes.chunks)
-    ]
-    per_group = sizes.chunks // sizes.groups
+    pairs, per_group = _widened(ring, stage, part), sizes.chunks // sizes.groups
     groups = [pairs[n : n + per_group] for n in range(0, sizes.chunks, per_group)]
     # Before the products: behind them, the stage is free.
     scales = [
