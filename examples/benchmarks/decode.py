@@ -40,29 +40,37 @@ CUDNN = on_one_device(
     "cuDNN", "peer", "decode_attention", "--only=cudnn", timeout_seconds=240
 )
 COPY = on_one_device("copy", "peer", "copy_bandwidth")
-PEERS = (
-    (on_one_device("torch", "peer", "decode_torch", timeout_seconds=540), 1.03, 1.15),
-    (
-        on_one_device(
-            "transformers", "peer", "decode_transformers", timeout_seconds=540
-        ),
-        1.2,
-        1.5,
-    ),
+TORCH = on_one_device("torch", "peer", "decode_torch", timeout_seconds=540)
+TRANSFORMERS = on_one_device(
+    "transformers", "peer", "decode_transformers", timeout_seconds=540
 )
-"""Programs, and the ratios that must be reached and are hoped for."""
 PUBLISHED_MS, MUST_MS, AIM_MS = 5.0, 1.5, 1.2
 """Milliseconds of a token of one row; DeepSpeed's is of OPT-1.3B on an H100."""
 
 
 def get_contest():
+    notes = (
+        "random weights in bfloat16; 64 tokens, in whose middle each row has 1,024; "
+        "greedy; weights are counted without the token table"
+    )
     large = Row(
         "decode_7b",
-        "Decoding reads memory nearly as fast as a copy, and is faster than peers.",
-        tuple(case for batch in BARS for case in compare(batch)),
-        headline="Decoding with Llama 7B: share of a copy, over peers",
-        notes="random weights in bfloat16; 64 tokens, in whose middle each row has "
-        "1,024; greedy; weights are counted without the token table",
+        "Decoding reads memory nearly as fast as a copy, and is faster than "
+        "transformers.",
+        (
+            *(over_copy(OURS, batch, bars) for batch, bars in BARS.items()),
+            *(over_peer(TRANSFORMERS, batch, 1.2, 1.5) for batch in BARS),
+        ),
+        headline="Decoding with Llama 7B: share of a copy, over transformers",
+        notes=notes,
+        by_devices=False,
+    )
+    compiled = Row(
+        "decode_7b_torch",
+        "Decoding is faster than compiled torch.",
+        tuple(over_peer(TORCH, batch, 1.03, 1.15) for batch in BARS),
+        headline="Decoding with Llama 7B: over compiled torch",
+        notes=notes,
         by_devices=False,
     )
     mixture = Row(
@@ -75,8 +83,9 @@ def get_contest():
         "that the rows choose, a mean of all tokens and layers",
         by_devices=False,
     )
-    programs = OURS, SMALL, MOE, ATTENTION, COPY, CUDNN, *(peer for peer, _, _ in PEERS)
-    return Contest("Decoding", programs, (large, small_row(), mixture, attention_row()))
+    programs = OURS, SMALL, MOE, ATTENTION, COPY, CUDNN, TORCH, TRANSFORMERS
+    rows = large, compiled, small_row(), mixture, attention_row()
+    return Contest("Decoding", programs, rows)
 
 
 def small_row():
@@ -155,16 +164,14 @@ def over_copy(program, batch, bars):
     )
 
 
-def compare(batch):
-    """Cases of a batch."""
-    yield over_copy(OURS, batch, BARS[batch])
-    for peer, must, aim in PEERS:
-        yield Case(
-            ours=(OURS.name,),
-            peer=(peer.name,),
-            metric=f"batch {batch} tokens/s",
-            unit="tokens/s",
-            must=must,
-            aim=aim,
-            name=f"batch {batch}: over {peer.name}",
-        )
+def over_peer(peer, batch, must, aim):
+    """Tokens of a batch over those of a peer."""
+    return Case(
+        ours=(OURS.name,),
+        peer=(peer.name,),
+        metric=f"batch {batch} tokens/s",
+        unit="tokens/s",
+        must=must,
+        aim=aim,
+        name=f"batch {batch}: over {peer.name}",
+    )

@@ -14,7 +14,12 @@ from tests.support.interpreter import InterpretGPUParams
 from tests.support.lowering import cuda_program, num_kernels
 from zjax_kernels import few_rows_matmul
 from zjax_kernels.decode.product import mosaic_gpu
-from zjax_kernels.decode.product.reference import ACTIVATIONS, Operands, Options
+from zjax_kernels.decode.product.reference import (
+    ACTIVATIONS,
+    Operands,
+    Options,
+    interleaved,
+)
 from zjax_kernels.decode.product.tuning import Tuning, choose, step_depth
 from zjax_kernels.warpgroups import HAS_EARLY_START
 
@@ -51,6 +56,15 @@ CASES = {
 CASES |= {
     "codes of 8 bits": dict(
         sizes=(3, 384, 128), tuning=Tuning(64, splits=1, stages=2), codes=jnp.int8
+    ),
+    "codes of 8 bits, by column": dict(
+        sizes=(9, 384, 128),
+        tuning=Tuning(64, splits=1, stages=2),
+        codes=jnp.int8,
+        group=None,
+        activation="swiglu",
+        normal=True,
+        adds=True,
     ),
     "codes of float8": dict(
         sizes=(3, 384, 128),
@@ -112,13 +126,14 @@ def make_case(
                 -12, 3, size=weights.shape
             )
             weights[0, :2] = 448, -448
-        scales = rng.uniform(0.01, 0.02, size=(depth // group, columns))
-        operands = operands._replace(
-            weights=jnp.asarray(weights, codes), scales=jnp.float32(scales)
-        )
+        scales = rng.uniform(0.01, 0.02, size=(depth // (group or depth), columns))
+        weights = stored = jnp.asarray(weights, codes)
+        if jnp.issubdtype(codes, jnp.integer):
+            stored = interleaved(weights, jnp.iinfo(codes).bits)
+        operands = operands._replace(weights=stored, scales=jnp.float32(scales))
     expected = fused(
         x,
-        operands.weights,
+        weights,
         scales=operands.scales,
         norm=(norm, 0.1) if normal else None,
         activation=activation,
