@@ -115,12 +115,22 @@ def test_adapters_need_no_second_copy():
     np.testing.assert_array_equal(found, before)
 
 
-def test_a_copy_is_counted():
-    """Fails if the count above would not see a copy."""
-    run, _ = start()
+@pytest.mark.parametrize(
+    "settings", ["mesh.data=1", "mesh.data=1 zero.offload=pinned_host"]
+)
+def test_a_copy_has_memory_of_its_own(settings, monkeypatch):
+    """A step reuses the memory of the state; bytes are counted."""
+    monkeypatch.setattr(plan, "MIN_MOVED_BYTES", 0)
+    run, _ = start(settings)
     before = held_bytes()
     reference = rl.Reference(run, run.state)
     assert held_bytes() - before == reference.num_bytes > 0
+    state = run.state.master, run.state.params
+    own, of_state = (
+        {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
+        for tree in (reference._params, state)
+    )
+    assert len(own) > 5 and own.isdisjoint(of_state)
 
 
 def test_adapters_that_cannot_be_left_out_are_refused():

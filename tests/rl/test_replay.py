@@ -21,11 +21,13 @@ OBJECTIVE = rl.Objective(temperature=policies.TEMPERATURE)
 
 
 def with_experts(seed=0, num_mixtures=2):
-    """Rollouts with random experts, two of a token and mixture."""
+    """Rollouts with two experts of a token and mixture: of each second token random."""
     rng, rollouts = np.random.default_rng(seed), []
     for x in ROLLOUTS:
         shape = (len(x.prompt_ids) + len(x.ids) - 1, num_mixtures, EXPERTS)
         experts = rng.random(shape).argsort(-1)[..., :2].astype(np.uint8)
+        # Mixtures of unequal load, so that no layer can pass for another one.
+        experts[::2] = np.arange(2 * num_mixtures).reshape(num_mixtures, 2)
         rollouts.append(types.SimpleNamespace(**vars(x) | {"experts": experts}))
     return rollouts
 

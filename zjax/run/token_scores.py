@@ -4,7 +4,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zjax.errors import ModelError, Problem
@@ -103,19 +102,16 @@ class TokenScores:
         check_not_consumed(state)
         plan = staged_plan(self._plan)
 
-        # A program that returned an array as it is would return the state's memory.
-        def copied(params: Params) -> Params:
-            return jax.tree.map(jnp.copy, params)
-
         def cast(master: Params) -> Params:
             params = compute_params(unpad_tree(master, plan.master), plan)
-            return copied(pad_tree(params, plan.compute))
+            return pad_tree(params, plan.compute)
 
+        # With shardings of its results a program returns no argument's memory.
         jit = functools.partial(self._jit, out_shardings=shardings(plan.compute))
         with jax.set_mesh(self._mesh), dtype_promotion():
             if state.params == ():
                 return jit(cast)(state.master)
-            return jit(copied)(self._staged(state))
+            return jit(lambda params: params)(self._staged(state))
 
     def _staged(self, state: TrainState) -> Params:
         """Returns the compute parameters of an offloaded state, on the devices."""
