@@ -34,7 +34,9 @@ def learn(given: flags.FlagValues) -> None:
 RL = Command(
     learn,
     "Learns from rewards of a run's own texts: GRPO, PPO and their relatives.",
-    "zjax rl --config=rl.py --config.rl.objective=dapo\n"
+    "zjax rl --config=quickstart --config.rl.prompts=prompts.jsonl \\\n"
+    "    --config.rl.rollout.max_new_tokens=32 \\\n"
+    "    --config.rl.rewards=\"[{'function': 'zjax.rl.tasks.sums:reward'}]\"\n"
     "zjax rl --run=runs/rl --config.num_steps=400",
     (commands.RUN,),
 )

@@ -121,7 +121,7 @@ class Trainer(training.Trainer):
     def _make_model(self, model: Model | None) -> tuple[Model, Batch | None]:
         """Makes the policy, and shapes of the largest batch."""
         policy = policy_model(self.config, make_objective(self._settings))
-        # A batch of tokens alone is no example of what the loss reads.
+        # MFU would count a row for each text, and texts share rows.
         policy = dataclasses.replace(policy, inputs=None)
         return policy, self._minibatches.example(self._names)
 
