@@ -33,7 +33,15 @@ def test_no_setting_that_is_a_path_is_left_out():
     words += (".prompts", "evaluation_prompts")
     of_metrics = (f"curriculum.metrics.{x}" for x in names(schema.CurriculumMetric))
     found = {x for x in (*setting_paths(), *of_metrics) if x.endswith(words)}
-    assert found | {"zero.offload.nvme_paths"} == {*SETTINGS}
+    listed = {"zero.offload.nvme_paths", "rl.rewards.directory"}
+    assert found | listed == {*SETTINGS}
+
+
+def test_a_home_is_expanded_in_the_directory_of_a_reward(home):
+    rewards = ({"kind": "run", "directory": "~/a"}, {"function": "a:b"})
+    found = load_config({"rl": {"rewards": rewards}})
+    assert found.rl.rewards[0].directory == f"{home}/a"
+    assert load_config(found) == found
 
 
 def test_a_home_is_expanded_in_the_index_of_a_metric(home):

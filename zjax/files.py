@@ -214,6 +214,7 @@ SETTINGS = (
     "curriculum.metrics.index",
     "rl.prompts",
     "rl.evaluation_prompts",
+    "rl.rewards.directory",
 )
 """Settings that are paths; each entry of a tuple is named without a number."""
 OPTIONAL = (
@@ -224,7 +225,7 @@ OPTIONAL = (
     "rl.evaluation_prompts",
 )
 """Settings of `SETTINGS` that may be empty."""
-CHECKED_LATER = ("curriculum.metrics.index",)
+CHECKED_LATER = ("curriculum.metrics.index", "rl.rewards.directory")
 """Settings of `SETTINGS` whose checks name the file that is missing."""
 
 # Linux allows 255 bytes a name and 4,096 a path.

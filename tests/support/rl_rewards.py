@@ -9,3 +9,10 @@ def plain(prompt, completion, **row):
 def constant(prompt, completion, **row):
     """The same reward for all."""
     return 0.5
+
+
+def fails_for_some(prompt, completion, **row):
+    """Raises for prompts without a letter."""
+    if not row["letter"]:
+        raise ValueError("no judgement")
+    return 0.5

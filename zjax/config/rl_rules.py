@@ -113,7 +113,7 @@ def _objective(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         yield Problem("rl.objective.max_ratio", most, problem, remedy)
     weights = [reward.weight for reward in given.rewards]
     if getattr(objective, "normalise_each", False) and len(weights) == 1:
-        problem, remedy = "has no effect on one reward function", "leave it at False"
+        problem, remedy = "has no effect on one reward", "leave it at False"
         yield Problem("rl.objective.normalise_each", True, problem, remedy)
     if isinstance(objective, rl.Grouped) and isinstance(given.reference, rl.InReward):
         problem = "gives each token a reward, and "
@@ -123,16 +123,24 @@ def _objective(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
 
 
 def _rewards(given: rl.Rl) -> Iterator[Problem]:
-    """Yields reward functions that have no name or no weight."""
+    """Yields rewards that have no name, no weight, or the name of another."""
+    names = [reward.name for reward in given.rewards]
     for index, reward in enumerate(given.rewards):
         path = f"rl.rewards[{index}]"
-        if not all(reward.function.partition(":")[::2]):
+        if isinstance(reward, rl.RunReward):
+            if not reward.directory:
+                problem, remedy = "names no run", "give the directory of a reward model"
+                yield Problem(f"{path}.directory", "", problem, remedy)
+        elif not all(reward.function.partition(":")[::2]):
             problem = "is not module:function"
             remedy = "name a function, such as 'zjax.rl.tasks.sums:reward'"
             yield Problem(f"{path}.function", reward.function, problem, remedy)
         if reward.weight == 0:
             problem, remedy = "leaves the reward no effect", "use another, or remove it"
             yield Problem(f"{path}.weight", reward.weight, problem, remedy)
+        if reward.name and reward.name in names[:index]:
+            problem, remedy = "is named twice", "name it once, with one weight"
+            yield Problem(f"{path}.{reward.named_by}", reward.name, problem, remedy)
 
 
 def _correction(

@@ -59,7 +59,7 @@ def make_groups(
     return Groups(
         num_groups,
         num_samples,
-        {reward.function: reward.weight for reward in settings.rewards},
+        {reward.name: reward.weight for reward in settings.rewards},
         estimate=_estimate(settings.objective),
         max_groups=num_groups * (1 + max_refills),
         overlong=_overlong(settings.overlong, settings.rollout.max_new_tokens),

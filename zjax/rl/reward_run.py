@@ -12,7 +12,9 @@ from absl import logging
 from zjax.checkpoint.start import open_run, place_weights
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.tokenizer import tokenizer_of_run
 from zjax.config.load import saved_config
+from zjax.data.source import read_record
 from zjax.errors import CheckpointError, DataError, Problem
 from zjax.files import local_path
 from zjax.models.build import make_model
@@ -43,7 +45,7 @@ class RewardRun:
 
     Raises:
         CheckpointError: The directory has no checkpoint, or a model without values or
-            with another vocabulary than the policy's.
+            with another vocabulary or tokenizer than the policy's.
 
     Example:
         >>> def rewards(rollouts, policy):
@@ -58,15 +60,11 @@ class RewardRun:
         num_rows: int = 8,
         memory: Memory = "device",
     ):
-        place = pathlib.Path(local_path("rewards", directory, CheckpointError))
-        steps = find_steps(place)
-        if steps is None:
-            problem, remedy = "holds no checkpoint", "give the directory of a run"
-            raise CheckpointError(Problem("rewards", directory, problem, remedy))
-        checkpoints = Store(str(steps))
-        saved = saved_config(checkpoints.extra())
-        if problems := _misfits(directory, saved.model, policy.config.model):
+        if problems := judge_problems(directory, policy.config):
             raise CheckpointError(*problems)
+        checkpoints = Store(str(find_steps(_place("rewards", directory))))
+        self.step = checkpoints.steps()[-1]
+        saved = saved_config(checkpoints.extra(self.step))
         zero = policy.config.zero
         zero = schema.Zero(stage=zero.stage, min_shard_elements=zero.min_shard_elements)
         config = dataclasses.replace(
@@ -147,16 +145,38 @@ class RewardRun:
         return np.concatenate(found)
 
 
-def _misfits(
-    directory: str, judge: schema.Model, policy: schema.Model
+def judge_problems(
+    directory: str, policy: schema.Config, field: str = "rewards"
 ) -> list[Problem]:
-    """Lists reasons why a model cannot judge the texts of a policy."""
-    problems = []
+    """Lists reasons why the model of a run cannot judge the texts of a policy.
+
+    `field` names the setting of the directory in the problems.
+    """
+    steps = find_steps(_place(field, directory))
+    if steps is None:
+        problem, remedy = "holds no checkpoint", "give the directory of a run"
+        return [Problem(field, directory, problem, remedy)]
+    checkpoints = Store(str(steps))
+    judge, problems = saved_config(checkpoints.extra()).model, []
     if not judge.value_head:
         problem, remedy = "has no values", "train it with preference=reward_model"
-        problems += [Problem("rewards", directory, problem, remedy)]
-    if judge.vocab_size != policy.vocab_size:
-        problem = f"has {judge.vocab_size} tokens, and the policy {policy.vocab_size}"
-        remedy = "train it with the policy's tokenizer"
-        problems += [Problem("rewards", directory, problem, remedy)]
+        problems += [Problem(field, directory, problem, remedy)]
+    remedy, size = "train it with the policy's tokenizer", policy.model.vocab_size
+    if judge.vocab_size != size:
+        problem = f"has {judge.vocab_size} tokens, and the policy {size}"
+        problems += [Problem(field, directory, problem, remedy)]
+    mine = read_record(policy.data, size)
+    theirs = tokenizer_of_run(checkpoints).record
+    if theirs is None:
+        text = "rewards: %s has no tokenizer to compare with the policy's"
+        logging.warning(text, directory)
+    elif mine.digest != theirs.digest:
+        problem = f"has the tokenizer {theirs.name!r}, and the policy {mine.name!r} "
+        problem += "with other tokens"
+        problems += [Problem(field, directory, problem, remedy)]
     return problems
+
+
+def _place(field: str, directory: str) -> pathlib.Path:
+    """Path of a directory, with `~` and variables expanded."""
+    return pathlib.Path(local_path(field, directory, CheckpointError))

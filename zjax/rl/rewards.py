@@ -92,7 +92,7 @@ class RewardPool:
 
     A call that raises, ends the process, takes too long or returns something else has
     failed: the first failures of a step are logged, and the completion gets no reward
-    by any function, as rewards by a part of the functions would mislead.
+    by any function or judge before, as rewards by a part of them would mislead.
 
     Args:
         functions: Reward functions as `module:function`, which also names the reward.
@@ -241,7 +241,8 @@ class RewardPool:
         has_failed = any(reason for _, reason in found)
         rewards = [None if has_failed else reward for reward, _ in found]
         named = dict(zip(self._names, rewards, strict=True))
-        return dataclasses.replace(rollout, rewards={**rollout.rewards, **named})
+        earlier = dict.fromkeys(rollout.rewards) if has_failed else rollout.rewards
+        return dataclasses.replace(rollout, rewards={**earlier, **named})
 
 
 def _problems(

@@ -13,6 +13,7 @@ from zjax.data.prompts import make_prompts
 from zjax.errors import Problem
 from zjax.generation.sampling import Sampling
 from zjax.rl.groups import Experience
+from zjax.rl.judges import Judges, check_judges
 from zjax.rl.minibatches import Minibatches
 from zjax.rl.policy import policy_model
 from zjax.rl.prompts import PromptSet, read_rows
@@ -22,7 +23,6 @@ from zjax.rl.recipes import (
     make_objective,
 )
 from zjax.rl.report import pass_rates, write_samples
-from zjax.rl.rewards import RewardPool
 from zjax.rl.rollouts import Rollout
 from zjax.rl.sampler import Sampler
 from zjax.rl.targets import TokenTargets
@@ -65,7 +65,8 @@ class Trainer(training.Trainer):
         ConfigError: Settings that cannot work, or prompts that are too long.
         DataError: Prompts that are missing or malformed.
         PlanError: Arrays or an optimizer that cannot be placed.
-        CheckpointError: A checkpoint that cannot be read.
+        CheckpointError: A checkpoint that cannot be read, or a reward model that does
+            not fit the policy.
     """
 
     loader: Updates
@@ -120,6 +121,7 @@ class Trainer(training.Trainer):
 
     def _make_model(self, model: Model | None) -> tuple[Model, Batch | None]:
         """Makes the policy, and shapes of the largest batch."""
+        check_judges(self.config)
         policy = policy_model(self.config, make_objective(self._settings))
         # MFU would count a row for each text, and texts share rows.
         policy = dataclasses.replace(policy, inputs=None)
@@ -183,7 +185,9 @@ class Trainer(training.Trainer):
         self._tokens = TokenTargets(
             self.run, self.state, settings, self._minibatches, names=self._names
         )
+        self._judges = Judges(settings, self.run)
         position = {
+            **self._judges.steps,
             "seed": config.seed,
             "rl.prompts": self._prompts.digest,
             "rl.rollout.num_prompts": rollout.num_prompts,
@@ -196,16 +200,6 @@ class Trainer(training.Trainer):
         text += f"tokens, {number} {'steps' if number > 1 else 'step'} on each"
         files = self._directory / _FILES
         return Updates(self._draw, self.run.step.place_batch, files, position, text)
-
-    @functools.cached_property
-    def _rewards(self) -> RewardPool:
-        """Processes of the reward functions, which start with the first texts."""
-        settings = self._settings
-        return RewardPool(
-            [reward.function for reward in settings.rewards],
-            num_processes=settings.reward_processes or None,
-            seconds=settings.reward_seconds,
-        )
 
     def _find_evaluation(self, batches: Any) -> EvaluationSet | None:
         """Returns None: `evaluate` draws texts."""
@@ -242,7 +236,7 @@ class Trainer(training.Trainer):
             drawn = self._sampler.draw(
                 self.state, self._prompts, numbers, rollout.num_samples, step=step
             )
-            groups.add(self._rewards.score(drawn))
+            groups.add(self._judges.score(drawn))
         return groups.take(), first
 
     def _speed(
@@ -299,7 +293,7 @@ class Trainer(training.Trainer):
             step=self.step,
             part=part,
         )
-        scored = self._rewards.score(drawn)
+        scored = self._judges.score(drawn)
         groups = make_groups(self._settings, number, samples)
         groups.add(scored)
         values = {**groups.take().metrics, **self._passed(scored)}
@@ -309,7 +303,8 @@ class Trainer(training.Trainer):
 
     def _passed(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Shares of texts and prompts that are solved by the first reward function."""
-        return pass_rates(rollouts, self._settings.rewards[0].function)
+        functions = self._judges.functions
+        return pass_rates(rollouts, functions[0]) if functions else {}
 
     @property
     def _counts_tokens(self) -> bool:
@@ -332,8 +327,7 @@ class Trainer(training.Trainer):
         Raises:
             CheckpointError: The checkpoint could not be written.
         """
-        if "_rewards" in vars(self):
-            self._rewards.close()
+        self._judges.close()
         super().close()
 
 

@@ -39,6 +39,9 @@ def _is_absent(section: type, path: str, value: Any) -> bool:
     return is_default and ranges.is_none(section, name, value)
 
 
+_REWARDS = choices.kinds(typing.get_args(choices.hints(rl.Rl)["rewards"])[0])
+
+
 def describe_settings() -> str:
     """Lists every setting with default, choices and documentation."""
     lines = []
@@ -47,7 +50,7 @@ def describe_settings() -> str:
         *_documented(schema.Config, ""),
         *_documented(schema.DimRule, "mesh.rules[i]"),
         *_documented(schema.ParamGroup, "optimizer.groups[i]"),
-        *_documented(rl.Reward, "rl.rewards[i]"),
+        *_documented_choice(_REWARDS, "rl.rewards[i]", None),
     )
     for setting in listed:
         if setting.section is not last and not setting.kinds:

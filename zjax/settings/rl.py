@@ -28,16 +28,44 @@ class Rollout:
 
 
 @section
-class Reward:
-    """Function that scores a text, `reward(prompt, completion, **row)`.
+class Reward(Choice):
+    """Judge of texts."""
+
+    named_by: ClassVar[str]
+    """Setting whose value names the reward in metrics."""
+    weight: float = 1.0
+    """Factor of the reward in the sum of all rewards."""
+
+    @property
+    def name(self) -> str:
+        """Name of the reward in metrics."""
+        return getattr(self, self.named_by)
+
+
+@section
+class FunctionReward(Reward):
+    """Function `reward(prompt, completion, **row)` in worker processes.
 
     It returns a number, or None for a text that it cannot score.
     """
 
+    is_usual = True
+    kind: ClassVar[str] = "function"
+    named_by: ClassVar[str] = "function"
     function: str = ""
     """`module:function`, which worker processes import."""
-    weight: float = 1.0
-    """Factor of the reward in the sum of all rewards."""
+
+
+@section
+class RunReward(Reward):
+    """Reward model of a run, on the devices of the policy; reads the newest weights."""
+
+    kind: ClassVar[str] = "run"
+    named_by: ClassVar[str] = "directory"
+    directory: str = ""
+    """Directory of a run whose model has values, as of `preference=reward_model`."""
+    memory: Literal["device", "pinned_host"] = "device"
+    """Memory of the weights between passes."""
 
 
 @section
@@ -291,7 +319,8 @@ class Rl:
     """Texts of each prompt in an evaluation: pass@1 is the mean, and pass@k counts a
     prompt that any text solves."""
     rollout: Rollout = Rollout()
-    rewards: tuple[Reward, ...] = ()
+    rewards: tuple[FunctionReward | RunReward, ...] = ()
+    """Judges, whose weighted sum is the reward of a text."""
     reward_seconds: ranges.Positive = 10.0
     """Seconds after which a call of a reward function is stopped, and its text left
     unscored."""
