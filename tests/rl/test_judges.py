@@ -44,7 +44,7 @@ def test_a_judge_and_a_function_add_up(judge, mixed):
     trainer, directory, texts = mixed
     expected = rl.RewardRun(judge, trainer.run).score(texts)
     found = [x.rewards[judge] for x in texts]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert found == pytest.approx(expected, rel=1e-5)
     assert len({*found}) > 1
     totals = [
         2 * x - 0.5 * text.rewards[PLAIN]
