@@ -278,8 +278,8 @@ def test_long_prompts_are_refused(tmp_path):
 def test_files_of_prompts_are_read_by_line(tmp_path):
     path = pathlib.Path(tmp_path) / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": \n')
-    text = f"rl.prompts='{path}' is no JSON in line 2 (Expecting value: line 2 column "
-    text += "1 (char 12)); give JSON Lines with 'prompt' or 'messages' in each"
+    text = f"rl.prompts='{path}' is no JSON in line 2 (Expecting value); give "
+    text += "JSON Lines with 'prompt' or 'messages' in each"
     with data_error(text):
         rl_run.make_trainer(tmp_path, f"rl.prompts={path}", prompts=None)
     text = "rl.prompts=\"{'text': 'a'}\" has 0 of 'prompt' and 'messages' in record 1; "

@@ -14,12 +14,17 @@ from zjax.data.draws import Sampler
 from zjax.data.prompts import Prompts
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.files import parse_json, read_text
+from zjax.rl.rollouts import row_problem
 
 MAX_BYTES = 1 << 30
 """Most bytes of a file of prompts."""
 _MOST_TOLD = 3
 """Most lines at fault that an error names."""
+_MAX_SHOWN = 40
+"""Most characters of a record that an error shows."""
 _GIVEN = ("prompt", "messages")
+_MARK = "\ufeff"
+"""Byte order mark, with which some editors begin a file of UTF-8."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,20 +43,26 @@ class Prompt:
 
 
 def read_rows(field: str, path: str) -> list[dict[str, Any]]:
-    """Reads the records of JSON Lines; one error names the lines at fault."""
+    """Reads the records of JSON Lines, without blank lines and a byte order mark.
+
+    One error names the lines at fault.
+    """
     remedy = "give JSON Lines with 'prompt' or 'messages' in each"
     try:
-        lines = io.StringIO(read_text(pathlib.Path(path), MAX_BYTES)).readlines()
+        text = read_text(pathlib.Path(path), MAX_BYTES)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         problem = f"cannot be read ({why})"
         raise DataError(Problem(field, path, problem, remedy)) from error
     rows, problems = [], []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(io.StringIO(text.removeprefix(_MARK)), 1):
+        if line.isspace():
+            continue
         try:
             rows.append(parse_json(line))
         except ValueError as error:
-            problem = f"is no JSON in line {number} ({error})"
+            why = getattr(error, "msg", error)  # without a place in the line
+            problem = f"is no JSON in line {number} ({why})"
             problems.append(Problem(field, path, problem, remedy))
     if problems:
         raise DataError(*problems[:_MOST_TOLD])
@@ -71,7 +82,7 @@ class PromptSet:
 
     Raises:
         DataError: There is no record, or records are no prompts; the first are named.
-        ConfigError: Prompts that are too long.
+        ConfigError: Prompts that are too long, or conversations without a template.
     """
 
     def __init__(
@@ -85,7 +96,8 @@ class PromptSet:
     ):
         rows = [*rows]
         _check_rows(field, rows)
-        self._all = [_encoded(row, prompts) for row in rows]
+        _check_template(field, rows, prompts)
+        self._all = _encode(field, rows, prompts)
         self._order = None if seed is None else Sampler(seed, len(rows), 1)
         _check_lengths(field, self._all, most)
 
@@ -119,15 +131,46 @@ def _check_rows(field: str, rows: Sequence[Any]) -> None:
         raise DataError(Problem(field, "[]", "has no prompt", "give one or more"))
     problems = []
     for number, row in enumerate(rows, 1):
-        named = [x for x in _GIVEN if isinstance(row, Mapping) and row.get(x)]
-        if len(named) != 1:
-            problem = f"has {len(named)} of 'prompt' and 'messages' in record {number}"
-            problems.append(Problem(field, str(row)[:40], problem, "give one of them"))
-        elif "completion" in row:
-            problem = f"is the text that rewards read, in record {number}"
-            problems.append(Problem(field, "completion", problem, "rename the field"))
+        problem, remedy = _find_fault(row)
+        if problem:
+            problem += f" in record {number}"
+            problems.append(Problem(field, str(row)[:_MAX_SHOWN], problem, remedy))
     if problems:
         raise DataError(*problems[:_MOST_TOLD])
+
+
+def _find_fault(row: Any) -> tuple[str, str]:
+    """Tells why a record is no prompt, and the remedy; an empty text if it is one."""
+    named = [x for x in _GIVEN if isinstance(row, Mapping) and row.get(x) is not None]
+    if len(named) != 1:
+        return f"has {len(named)} of 'prompt' and 'messages'", "give one of them"
+    given, is_text = row[named[0]], named == ["prompt"]
+    if is_text and not (isinstance(given, str) and given):
+        return "has no text as 'prompt'", "give a text, or a conversation as 'messages'"
+    if not is_text and not _is_talk(given):
+        return "has no list as 'messages'", 'write [{"role": "user", "content": "..."}]'
+    problem = row_problem({name: x for name, x in row.items() if name != "prompt"})
+    return problem, "name the field otherwise, or make it JSON"
+
+
+def _is_talk(given: Any) -> bool:
+    """Whether a value is a list of mappings, which are to be messages."""
+    is_list = isinstance(given, list | tuple) and len(given) > 0
+    return is_list and all(isinstance(each, Mapping) for each in given)
+
+
+def _check_template(
+    field: str, rows: Sequence[Mapping[str, Any]], prompts: Prompts
+) -> None:
+    """Refuses conversations if the data has no chat template."""
+    if all(row.get("messages") is None for row in rows):
+        return
+    try:
+        _ = prompts.chat
+    except (ConfigError, DataError) as error:
+        remedy = "set data.path to data that `zjax data prepare --chat` made"
+        problem = error.problems[0].problem
+        raise ConfigError(Problem(field, "messages", problem, remedy)) from error
 
 
 def _check_lengths(field: str, given: Sequence[Prompt], most: int) -> None:
@@ -142,8 +185,20 @@ def _check_lengths(field: str, given: Sequence[Prompt], most: int) -> None:
         raise ConfigError(Problem(field, "given", problem + more, remedy))
 
 
-def _encoded(row: Mapping[str, Any], prompts: Prompts) -> Prompt:
-    """Encodes the prompt of a record."""
-    given = row.get("prompt") or row["messages"]
-    rest = {name: x for name, x in row.items() if name not in _GIVEN}
-    return Prompt(given, prompts.encode(given), rest)
+def _encode(
+    field: str, rows: Sequence[Mapping[str, Any]], prompts: Prompts
+) -> list[Prompt]:
+    """Encodes the prompts of records; one error names the first that cannot be."""
+    encoded, problems = [], []
+    for number, row in enumerate(rows, 1):
+        given = row.get("prompt") or row["messages"]
+        rest = {name: x for name, x in row.items() if name not in _GIVEN}
+        try:
+            encoded.append(Prompt(given, prompts.encode(given), rest))
+        except (ConfigError, DataError) as error:
+            problem, shown = error.problems[0], str(given)[:_MAX_SHOWN]
+            text = f"{problem.problem} in record {number}"
+            problems.append(Problem(field, shown, text, problem.remedy))
+    if problems:
+        raise DataError(*problems[:_MOST_TOLD])
+    return encoded
