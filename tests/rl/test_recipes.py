@@ -1,5 +1,6 @@
 """Settings become the objective that a paper has."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -71,6 +72,18 @@ def test_baselines_of_recipes(override, advantages):
     groups = make_groups(config.rl, 1, 2)
     groups.add(texts([3, 3], rewards=[1.0, 0.0]))
     np.testing.assert_allclose(groups.take().advantages, advantages, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "cispo", "rloo", "ppo"])
+def test_entropy_and_the_mask_of_sequences_reach_the_loss(kind):
+    """Fails if a setting of these stays a number in the config."""
+    usual = make_objective(chosen(f"rl.objective={kind}").rl)
+    assert (usual.entropy_weight, usual.threshold) == (0.0, None)
+    given = f"rl.objective={kind}; rl.objective.entropy_weight=0.03"
+    mask = "; rl.objective.max_sampler_gap=0.2" * (kind != "ppo")
+    found = make_objective(chosen(given + mask).rl)
+    changed = {"entropy_weight": 0.03, "threshold": 0.2 if mask else None}
+    assert found == dataclasses.replace(usual, **changed)
 
 
 def texts(lengths, rewards):

@@ -39,7 +39,9 @@ def make_objective(settings: rl.Rl) -> parts.Objective:
         ratios=settings.objective.ratio,
         kl=divergence,
         correction=_correction(settings.correction),
+        threshold=getattr(settings.objective, "max_sampler_gap", 0.0) or None,
         value=_value(settings.objective),
+        entropy_weight=settings.objective.entropy_weight,
         temperature=settings.rollout.temperature,
     )
 

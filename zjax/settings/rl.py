@@ -103,6 +103,8 @@ class Objective(Choice):
     """Unit of the ratios of new to old probabilities."""
     ratio_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that act only after the first update on a rollout."""
+    entropy_weight: ranges.NonNegative = 0.0
+    """Weight of the policy's entropy in nats, by which the loss of a token falls."""
 
 
 @section
@@ -141,8 +143,12 @@ class Grouped(Objective):
     """Mean over the tokens of all texts; mean over texts of means over tokens; or sum
     over tokens, divided by texts and by `rollout.max_new_tokens`."""
     normalise_each: bool = False
-    """Whether each reward function is normalised in its group before the weighted sum
-    (GDPO, arXiv:2601.05242), in place of the sum."""
+    """Whether each reward is normalised in its group before the weighted sum (GDPO,
+    arXiv:2601.05242), in place of the sum."""
+    max_sampler_gap: Annotated[ranges.NonNegative, ranges.NoneAt(0)] = 0.0
+    """Largest mean gap in nats per token, from the sampler down to the policy, of a
+    text of negative advantage that is learned from (off-policy sequence mask,
+    arXiv:2512.02556); 0 is no limit."""
 
     @property
     def chosen_baseline(self) -> str:
