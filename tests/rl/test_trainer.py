@@ -57,22 +57,30 @@ def stop_after(last):
 def whole(tmp_path_factory):
     """Three steps on eight devices, with what was alive after each step."""
     directory = tmp_path_factory.mktemp("whole")
-    alive, drawing = [], []
+    alive, drawing, unclosed = [], [], []
+    opened = []  # keeps what is not closed from the collector of garbage
 
     def look(step, state, batch, metrics):
         jax.block_until_ready(state)
         held = device_bytes(jax.tree.leaves((state, batch)))
         alive.append(live_bytes() - held)
+        unclosed.append(len(opened))
 
-    generate = Generator.generate
+    generate, close = Generator.generate, Generator.close
 
     def watched(self, *args, **settings):
+        opened.append(self)
         texts = generate(self, *args, **settings)
         drawing.append(live_bytes())
         return texts
 
+    def closed(self):
+        close(self)
+        opened.remove(self)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Generator, "generate", watched)
+        patch.setattr(Generator, "close", closed)
         before = live_bytes()
         trainer = rl_run.make_trainer(directory, after_step=[look])
         first = jax.tree.map(np.asarray, trainer.state.master)
@@ -85,6 +93,7 @@ def whole(tmp_path_factory):
         "before": before,
         "alive": alive,
         "drawing": drawing,
+        "unclosed": unclosed,
     }
 
 
@@ -119,6 +128,12 @@ def test_generation_leaves_no_array_to_the_update(whole):
         assert weights < drawing - held < 2 * weights
     for alive in whole["alive"]:
         assert alive - whole["before"] < weights / 10
+
+
+def test_the_generator_is_closed_before_the_update(whole):
+    """Fails if only the collector of garbage ends the thread of a rollout."""
+    assert len(whole["drawing"]) == 3
+    assert whole["unclosed"] == [0, 0, 0]
 
 
 def test_metrics_and_samples_are_written(whole):
@@ -251,6 +266,52 @@ def test_the_reference_is_where_the_run_started(whole, tmp_path, kind):
     rows = rl_run.records(tmp_path)
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-9)
     assert all(row["kl"] > 1e-9 for row in rows[1:])
+
+
+def test_the_reference_of_adapters_takes_no_memory(whole, tmp_path):
+    """Fails if LoRA, ZeRO 3 and tensor parallelism keep a copy, or nothing moves."""
+    before = live_bytes()
+    trainer = rl_run.make_trainer(
+        tmp_path,
+        f"checkpoint.init_from={whole['directory']}",
+        "lora.rank=2",
+        "zero.stage=3",
+        "mesh.tensor=2",
+        "rl.reference=loss",
+        "rl.reference.coefficient=0.5",
+        "num_steps=2",
+    )
+    state = device_bytes(jax.tree.leaves(trainer.state))
+    reference = live_bytes() - before - state
+    weights = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(whole["first"]))
+    assert reference < weights / 100
+    trainer.fit()
+    trainer.close()
+    first, second = rl_run.records(tmp_path)
+    assert first["kl"] == pytest.approx(0, abs=1e-9)
+    assert second["kl"] > 1e-9
+    assert first["sampler_kl"] < 1e-8
+
+
+def test_texts_are_of_the_weights_that_learn_beside_an_average(tmp_path):
+    """Fails if a rollout draws from the average, or no evaluation reads it."""
+    trainer = rl_run.make_trainer(
+        tmp_path,
+        "optimizer.ema_decay=0.9",
+        "optimizer.peak_learning_rate=0.1",
+        "evaluation.num_batches=-1",
+        "rl.evaluation_samples=4",
+        num_devices=1,
+        evaluation_prompts=rl_run.PROMPTS,
+    )
+    trainer.fit()
+    for row in rl_run.records(tmp_path):
+        assert row["sampler_kl"] < 1e-8
+        assert row["sampler_off"] == 0
+    average, raw = (trainer.evaluate(part) for part in ("ema", "raw"))
+    assert average != raw
+    assert trainer.evaluate() == average
+    trainer.close()
 
 
 def test_what_a_run_lacks_is_told_at_once(tmp_path):
