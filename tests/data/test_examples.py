@@ -157,6 +157,41 @@ def test_labels_stand_beside_a_completion_of_another_prompt(monkeypatch):
     assert opened.labels.tolist() == [1, 0, 1]
 
 
+def test_mismatched_completions_are_of_another_prompt(monkeypatch):
+    """Fails if a completion of the prompt itself measures the divergence."""
+    monkeypatch.setattr(prepare, "ENCODE_DOCUMENTS", 2)
+    given = "xa", "xb", "xc", "yd", "ye", "xf"
+    records = [{"prompt": p, "completion": c, "label": True} for p, c in given]
+    opened = write(records, examples="labels")
+    assert texts(opened)[0::2] == ["x[a$]", "x[b$]", "x[c$]", "y[d$]", "y[e$]", "x[f$]"]
+    assert texts(opened)[1::2] == ["x[d$]", "x[d$]", "x[d$]", "y[c$]", "y[c$]", "x[e$]"]
+
+
+def test_mismatched_completions_are_of_the_same_split():
+    """Fails if training reads a completion that is held out."""
+    # The second, and then each other, is held out.
+    records = [
+        {"prompt": f"{n}", "completion": c, "label": True} for n, c in enumerate("abcd")
+    ]
+    opened = write(records, examples="labels", validation_fraction=0.5)
+    assert texts(opened) == ["0[a$]", "0[c$]", "2[c$]", "2[a$]"]
+    held_out = store.open_store("out", "validation")
+    assert texts(held_out) == ["1[b$]", "1[d$]", "3[d$]", "3[b$]"]
+
+
+def test_a_split_of_one_prompt_has_no_divergence(tmp_path):
+    records = [
+        {"prompt": f"{n}", "completion": c, "label": True} for n, c in enumerate("abc")
+    ]
+    with data_error(
+        "input='a.jsonl' has the only prompt of the split validation, and the "
+        "divergence needs completions of another one in line 2; give records of more "
+        "prompts, or another --validation_fraction"
+    ):
+        write(records, examples="labels", validation_fraction=0.1)
+    assert not (tmp_path / "out").exists()
+
+
 def test_labels_of_conversations_keep_their_prompts(checkpoint):
     """Fails if a mismatched completion brings its own prompt, or loses its loss."""
     records = [
@@ -352,7 +387,7 @@ def test_examples_and_objectives_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("suffix", ["bin", "answers", "examples", "labels"])
 def test_a_changed_byte_is_found(suffix, tmp_path):
-    records = [{"prompt": "a", "completion": x, "label": True} for x in "bcd"]
+    records = [{"prompt": x, "completion": x, "label": True} for x in "bcd"]
     write(records, examples="labels")
     path = tmp_path / "out" / f"train.{suffix}"
     content = bytearray(path.read_bytes())

@@ -79,6 +79,14 @@ class Example:
         """Raises a DataError that names the file and the record."""
         refuse(self.path, self.where, problem, remedy)
 
+    @property
+    def prompt(self) -> tuple[Any, ...]:
+        """All that the completion answers, to compare with other prompts."""
+        given = self.sequences[0]
+        if isinstance(given, Text):
+            return (given.prompt,)
+        return given.messages[: self.num_asked], given.tools, given.options
+
     def followed_by(self, other: "Example") -> Text | Conversation:
         """Joins the prompt and the first completion of another example."""
         own, given = self.sequences[0], other.sequences[0]

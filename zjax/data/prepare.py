@@ -20,10 +20,10 @@ from zjax.data.chat import Chat, load_chat
 from zjax.data.examples import COMPARED, LABELS, LAYOUTS
 from zjax.data.sequences import (
     Encoder,
+    Mismatches,
     TalkEncoder,
     TextEncoder,
     end_ids,
-    with_mismatched,
 )
 from zjax.data.tables import BrokenRecords
 from zjax.data.tokenizer_files import (
@@ -552,15 +552,18 @@ def _write_examples(
     assigned: Iterator[_Assigned],
     broken: BrokenRecords,
 ) -> None:
-    """Encodes examples, each labelled one with another example's completion."""
-    before = None
+    """Encodes examples, each labelled one with another prompt's completion."""
+    mismatches = collections.defaultdict[str, Mismatches](Mismatches)
     for chunk in _chunks(assigned):
-        examples = [each.document.example for each in chunk]
-        found = [example for example in examples if example is not None]
+        given = [(split, x.example) for split, x in chunk if x.example is not None]
         if writers.examples == LABELS:
-            found, before = with_mismatched(found, before), found[-1]
-        encoded = encoder.encode(found, broken)
-        for (split, _), example, sequences in zip(chunk, found, encoded, strict=True):
+            given = [
+                (split, paired)
+                for split, example in given
+                for paired in mismatches[split].add(example)
+            ]
+        encoded = encoder.encode([example for _, example in given], broken)
+        for (split, example), sequences in zip(given, encoded, strict=True):
             # The files of a command that fails are removed: nothing need be written.
             if sequences is None or broken.is_lost:
                 continue
@@ -569,6 +572,9 @@ def _write_examples(
             else:
                 [(ids, answers)] = sequences
                 writers[split].append_answers(ids, answers)
+    if not broken.is_lost:
+        for split, each in mismatches.items():
+            each.finish(split)
 
 
 def _check_splits(

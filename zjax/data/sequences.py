@@ -20,25 +20,47 @@ Sequences = list[tuple[np.ndarray, np.ndarray]]
 """Ids, int32[n], and flags of the tokens with a loss, uint8[n], of each sequence."""
 
 
-def with_mismatched(
-    examples: Sequence[Example], before: Example | None
-) -> list[Example]:
-    """Adds to each example the prompt with the completion of the example before.
+class Mismatches:
+    """Adds to each example of a split the prompt with another prompt's completion.
 
-    The first takes that of `before`, or else of the last. Log-ratios of completions
-    that fit a prompt by chance alone estimate the divergence from a reference (KTO,
-    arXiv:2402.01306, section 4).
+    Log-ratios of completions that fit a prompt by chance alone estimate the divergence
+    from a reference (KTO, arXiv:2402.01306, section 4). The completion is that of the
+    nearest example before; the examples of the first prompt wait for the second prompt.
     """
-    if before is None:
-        before = examples[-1]
-    if len(examples) == 1 and before is examples[0]:
-        problem = "is the only completion, and the divergence needs another one"
-        examples[0].refuse(problem, "give more records")
-    found = []
-    for other, example in itertools.pairwise([before, *examples]):
-        sequences = example.sequences[0], example.followed_by(other)
-        found.append(dataclasses.replace(example, sequences=sequences))
-    return found
+
+    def __init__(self) -> None:
+        self._waiting: list[Example] = []
+        self._last: Example | None = None
+        # The newest example of another prompt than the last.
+        self._other: Example | None = None
+
+    def add(self, example: Example) -> list[Example]:
+        """Takes the next example; returns examples with a mismatched completion."""
+        if self._last is not None and self._last.prompt != example.prompt:
+            self._other = self._last
+        self._last = example
+        if self._other is None:
+            self._waiting.append(example)
+            return []
+        waiting, self._waiting = self._waiting, []
+        return [
+            *(_with_mismatched(each, example) for each in waiting),
+            _with_mismatched(example, self._other),
+        ]
+
+    def finish(self, split: str) -> None:
+        """Refuses a split of one prompt, whose examples wait in vain."""
+        if self._waiting:
+            problem = f"has the only prompt of the split {split}, and the divergence "
+            problem += "needs completions of another one"
+            remedy = "give records of more prompts, or another --validation_fraction"
+            self._waiting[0].refuse(problem, remedy)
+
+
+def _with_mismatched(example: Example, other: Example) -> Example:
+    """Adds the prompt of an example with the completion of another example."""
+    sequences = example.sequences[0], example.followed_by(other)
+    return dataclasses.replace(example, sequences=sequences)
 
 
 class Encoder(abc.ABC):
