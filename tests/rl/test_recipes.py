@@ -154,7 +154,8 @@ def minibatches(**changed):
 
 def test_each_epoch_takes_each_text_once_in_another_order():
     steps = [*minibatches().split(40, step=3)]
-    assert [len(step) for step in steps] == [16, 16, 8] * 2
+    # Steps of 16, 16 and 8 texts would learn at one rate from other numbers.
+    assert [len(step) for step in steps] == [14, 13, 13] * 2
     epochs = [[*np.concatenate(x)] for x in (steps[:3], steps[3:])]
     assert [sorted(epoch) for epoch in epochs] == [[*range(40)]] * 2
     assert epochs[0] != epochs[1]

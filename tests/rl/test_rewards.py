@@ -128,6 +128,7 @@ FAILURES = {
     "1j": "returned 1j, which is no number",
     "float('nan')": "returned nan, which is not finite",
     "-float('inf')": "returned -inf, which is not finite",
+    "-1.5e9": "returned -1500000000.0, beyond 1e+09",
     "10**400": "returned 1" + "0" * 299 + ", which is no number",
 }
 

@@ -1,5 +1,6 @@
 """A run learns from its own texts, frees what drew them, and resumes bit for bit."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -11,6 +12,7 @@ import pytest
 from tests.support import rl_run
 from tests.support.refusals import config_error, data_error
 from zjax.generation.generator import Generator
+from zjax.rl.sampler import Sampler
 
 SEVERAL = (
     "global_batch_size=8",
@@ -227,6 +229,31 @@ def test_groups_without_a_signal_are_drawn_again_up_to_a_bound(tmp_path):
     assert row["num_drawn_groups"] == 6
     assert row["uniform_groups"] == 1
     assert row["grad_norm"] == 0
+
+
+def test_rollouts_of_truncated_texts_alone_end_the_run(tmp_path, caplog, monkeypatch):
+    """Fails if a run draws for ever where masks leave it nothing to learn from."""
+    draw = Sampler.draw
+
+    def cut(self, *args, **settings):
+        drawn = draw(self, *args, **settings)
+        return [dataclasses.replace(x, finish_reason="length") for x in drawn]
+
+    monkeypatch.setattr(Sampler, "draw", cut)
+    given = "rl.overlong=mask", "num_steps=1"
+    message = (
+        "rl.overlong='mask' leaves no text of 3 rollouts, as all were truncated; "
+        "raise rl.rollout.max_new_tokens, or use 'keep'"
+    )
+    with data_error(message):
+        rl_run.fit(tmp_path, *given)
+    told = "step 1: all texts of a rollout were truncated, and are masked"
+    assert caplog.messages.count(told) == 3
+
+
+def test_a_rollout_of_several_steps_has_a_file_of_samples(several):
+    """Fails if steps that begin no rollout are never logged."""
+    assert {path.stem for path in several[1].joinpath("samples").iterdir()} >= {"4"}
 
 
 def test_ppo_learns_values_beside_the_policy(tmp_path):

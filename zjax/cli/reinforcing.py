@@ -1,5 +1,6 @@
 """Command that learns from rewards of a run's own texts: `zjax rl`."""
 
+import os
 import sys
 
 from absl import flags
@@ -18,6 +19,8 @@ def learn(given: flags.FlagValues) -> None:
     A run stopped early exits with the status of `zjax train`.
     """
     config = commands.settings(given)
+    # `rl.rewards` may name a module in the working directory.
+    sys.path.insert(0, os.getcwd())
     with connected(config), processes.hold(config.directory):
         cache = use_program_cache("")
         trainer = Trainer(config)

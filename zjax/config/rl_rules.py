@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zjax.errors import Problem
+from zjax.schedule.pacing import is_function_name
 from zjax.settings import choices, mixture, rl, schema
 
 _UNREAD = (
@@ -19,6 +20,8 @@ _UNREAD = (
     "evaluation.early_stopping",
 )
 """Settings of training on `data`, which a rollout does not follow."""
+_LARGEST_WEIGHT = 1e6
+"""Largest weight of a reward, whose squares then fit in float32."""
 
 
 def rl_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -88,6 +91,11 @@ def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         remedy = "set checkpoint.init_from, or leave it out"
         kind = given.reference.kind
         yield Problem("rl.reference", kind, problem + "ones", remedy)
+    if given.evaluation_prompts and not config.evaluation.num_batches:
+        problem = "has no effect with evaluation.num_batches=0"
+        remedy = "set evaluation.num_batches, or leave it out"
+        value = given.evaluation_prompts
+        yield Problem("rl.evaluation_prompts", value, problem, remedy)
     if given.rollout.max_refills and not isinstance(given.objective, rl.Grouped):
         problem = f"drops groups, and rl.objective={given.objective.kind!r} has none"
         refills = given.rollout.max_refills
@@ -131,10 +139,13 @@ def _rewards(given: rl.Rl) -> Iterator[Problem]:
             if not reward.directory:
                 problem, remedy = "names no run", "give the directory of a reward model"
                 yield Problem(f"{path}.directory", "", problem, remedy)
-        elif not all(reward.function.partition(":")[::2]):
+        elif not is_function_name(reward.function):
             problem = "is not module:function"
             remedy = "name a function, such as 'zjax.rl.tasks.sums:reward'"
             yield Problem(f"{path}.function", reward.function, problem, remedy)
+        if not abs(reward.weight) <= _LARGEST_WEIGHT:
+            remedy = f"use -{_LARGEST_WEIGHT:g} to {_LARGEST_WEIGHT:g}"
+            yield Problem(f"{path}.weight", reward.weight, "is out of range", remedy)
         if reward.weight == 0:
             problem, remedy = "leaves the reward no effect", "use another, or remove it"
             yield Problem(f"{path}.weight", reward.weight, problem, remedy)

@@ -53,7 +53,7 @@ class Judges:
 
     @functools.cached_property
     def _pool(self) -> RewardPool:
-        """Processes of the reward functions, which start with the first texts."""
+        """Processes of the reward functions."""
         return RewardPool(
             self.functions,
             num_processes=self._settings.reward_processes or None,
@@ -70,6 +70,14 @@ class Judges:
     def steps(self) -> dict[str, int]:
         """Steps of the weights of reward models, by name."""
         return {f"step of {name}": run.step for name, run in self._runs.items()}
+
+    def start(self) -> None:
+        """Starts the processes, which import the functions.
+
+        Raises:
+            ConfigError: A function cannot be imported.
+        """
+        _ = self._pool if self.functions else None
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Adds the rewards of all judges to rollouts.

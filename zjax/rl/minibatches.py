@@ -52,9 +52,13 @@ class Minibatches:
         return tuple(self.row_multiple * count for count in sorted(counts))
 
     def in_order(self, num_texts: int) -> Iterator[list[int]]:
-        """Yields the numbers of texts in batches, in the order of the texts."""
-        for start in range(0, num_texts, self.num_texts):
-            yield [*range(start, min(start + self.num_texts, num_texts))]
+        """Yields the numbers of texts in batches, in the order of the texts.
+
+        Where texts are masked, steps have fewer, and nearly equal numbers of them.
+        """
+        number = math.ceil(num_texts / self.num_texts)
+        for chosen in np.array_split(np.arange(num_texts), number) if number else ():
+            yield chosen.tolist()
 
     def split(self, num_texts: int, step: int) -> Iterator[list[int]]:
         """Yields the numbers of the texts of each optimizer step on a rollout.

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _MAX_CHARACTERS = 300
+_LARGEST = 1e9
+"""Largest reward: the squares of a rollout's weighted rewards fit in float32."""
 
 Answer = tuple[float | None, str]
 """Reward or None, and the reason of a failure, which is "" without a failure."""
@@ -59,6 +61,8 @@ def call(
         return None, f"returned {shown}, which is no number"
     if not math.isfinite(number):
         return None, f"returned {shown}, which is not finite"
+    if abs(number) > _LARGEST:
+        return None, f"returned {shown}, beyond {_LARGEST:g}"
     return number, ""
 
 

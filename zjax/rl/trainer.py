@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 
 from zjax.data.evaluation import EvaluationSet
 from zjax.data.prompts import make_prompts
-from zjax.errors import Problem
+from zjax.errors import DataError, Problem
 from zjax.generation.sampling import Sampling
 from zjax.rl.groups import Experience
 from zjax.rl.judges import Judges, check_judges
@@ -36,6 +37,8 @@ from zjax.typing import Batch, Device, Model
 
 Rows = Iterable[Mapping[str, Any]]
 """Records with a `prompt` or `messages`, and fields for the reward functions."""
+_MOST_TRUNCATED = 3
+"""Rollouts in a row of which nothing can be learned, before the run ends."""
 _FILES = "rollouts"
 """Folder of what is left of rollouts, in the directory of a run."""
 
@@ -207,6 +210,7 @@ class Trainer(training.Trainer):
 
     def _draw(self, first: int) -> tuple[list[Update], int]:
         """Draws and scores a rollout; returns updates and the next prompt's number."""
+        self._judges.start()  # what cannot be imported is told before texts are drawn
         jax.block_until_ready(self.state)  # the time before belongs to the update
         began, step = time.perf_counter(), self.step
         experience, next_prompt = self._collect(first, step)
@@ -220,13 +224,27 @@ class Trainer(training.Trainer):
             Update(self._minibatches.pack(*given, chosen).batch, values)
             for chosen in self._minibatches.split(len(rollouts), step)
         ]
-        if (step + 1) % self.config.observe.log_every_steps == 0:
-            path = self._directory / "samples" / f"{step + 1}.txt"
+        every = self.config.observe.log_every_steps
+        logged = (step + len(updates)) // every * every
+        if logged > step:
+            path = self._directory / "samples" / f"{logged}.txt"
             write_samples(path, rollouts, experience.rewards)
         self._began, self._num_tokens = time.perf_counter(), _count(rollouts)
         return updates, next_prompt
 
     def _collect(self, first: int, step: int) -> tuple[Experience, int]:
+        """Draws a rollout, and another where masks leave nothing to learn from."""
+        for _ in range(_MOST_TRUNCATED):
+            experience, first = self._collect_groups(first, step)
+            if experience.rollouts:
+                return experience, first
+            text = "step %s: all texts of a rollout were truncated, and are masked"
+            logging.warning(text, step + 1)
+        problem = f"leaves no text of {_MOST_TRUNCATED} rollouts, as all were truncated"
+        remedy = "raise rl.rollout.max_new_tokens, or use 'keep'"
+        raise DataError(Problem("rl.overlong", "mask", problem, remedy))
+
+    def _collect_groups(self, first: int, step: int) -> tuple[Experience, int]:
         """Draws groups of texts, and again in place of groups of equal rewards."""
         settings, rollout = self._settings, self._settings.rollout
         sizes = rollout.num_prompts, rollout.num_samples
@@ -277,6 +295,7 @@ class Trainer(training.Trainer):
         """
         if self._held_out is None:
             return {}
+        self._judges.start()
         samples, batches = (
             self._settings.evaluation_samples,
             self.config.evaluation.num_batches,

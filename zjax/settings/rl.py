@@ -245,6 +245,10 @@ class ReinforcePp(Returns):
 class Ppo(Returns):
     """Proximal policy optimization with a critic (arXiv:1707.06347)."""
 
+    ratio_settings: ClassVar[tuple[str, ...]] = (
+        *Clipped.ratio_settings,
+        "value_clip",
+    )
     gae_lambda: ranges.Fraction = 0.95
     """Factor of an error of the critic per token that it lies ahead
     (arXiv:1506.02438)."""
