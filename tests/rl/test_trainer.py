@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 
 from tests.support import rl_run
 from tests.support.refusals import config_error, data_error
+from zjax.errors import DataError, Problem
 from zjax.generation.generator import Generator
 from zjax.rl.sampler import Sampler
+from zjax.rl.trainer import Trainer
 
 SEVERAL = (
     "global_batch_size=8",
@@ -185,6 +188,35 @@ def test_a_rollout_in_flight_goes_on_bit_for_bit(several, tmp_path):
     resumed = rl_run.fit(tmp_path, *SEVERAL)
     assert_same(resumed, several[0])
     assert told(tmp_path) == told(several[1])
+
+
+def test_a_rollout_in_flight_is_learned_under_the_settings_that_drew_it(
+    several, tmp_path
+):
+    """Fails if old log-probabilities meet logits of another temperature."""
+    shutil.copytree(several[1], tmp_path / "run")
+    given = *SEVERAL, "rl.rollout.temperature=0.7"
+    told = "for the rollout that is half learned; restore it, or continue from a "
+    told += "checkpoint between two rollouts"
+    with data_error(f"rl.rollout.temperature=0.7 was 1.0 {told}"):
+        rl_run.fit(tmp_path / "run", *given, "num_steps=6")
+
+
+def test_a_run_is_saved_before_rewards_that_failed_end_it(tmp_path, monkeypatch):
+    """Fails if steps are lost where a judge fails for all texts of a rollout."""
+    draw, problem = Trainer._draw, Problem("rewards", "judge", "failed", "mend it")
+
+    def fail_later(self, first):
+        if self.step:
+            raise DataError(problem)
+        return draw(self, first)
+
+    monkeypatch.setattr(Trainer, "_draw", fail_later)
+    trainer = rl_run.make_trainer(tmp_path, "num_steps=3")
+    with data_error(str(problem)):
+        trainer.fit()
+    assert trainer.store.latest() == 1
+    trainer.close()
 
 
 def test_a_damaged_rollout_is_refused(tmp_path):

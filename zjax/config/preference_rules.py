@@ -1,9 +1,8 @@
 """Checks rules of objectives that compare completions."""
 
-import re
 from collections.abc import Iterator
 
-from zjax.config.rl_rules import dropout_rates
+from zjax.config.rl_rules import dropout_rates, trains_values
 from zjax.errors import Problem
 from zjax.settings import choices, mixture, schema
 from zjax.settings.preference import Dpo
@@ -38,7 +37,7 @@ def preference_problems(config: schema.Config, num_devices: int) -> Iterator[Pro
     for field, rate in dropout_rates(config).items() if chosen.reads_reference else ():
         problem = "makes log-ratios noise: the reference drops nothing"
         yield Problem(field, rate, problem, "use 0.0")
-    if chosen.has_rewards and config.lora and not _trains_values(config.lora):
+    if chosen.has_rewards and config.lora and not trains_values(config.lora):
         patterns = config.lora.also_train
         problem = "leaves the rewards of preference='reward_model' at 0"
         yield Problem("lora.also_train", patterns, problem, "add 'head/value'")
@@ -57,11 +56,3 @@ def preference_problems(config: schema.Config, num_devices: int) -> Iterator[Pro
     elif data.packing != "documents":
         problem = f"joins completions, which preference={kind!r} reads apart"
         yield Problem("data.packing", data.packing, problem, "use 'documents'")
-
-
-def _trains_values(lora: schema.Lora) -> bool:
-    """Whether the vector of rewards is trained beside adapters."""
-    try:
-        return any(re.search(pattern, "head/value") for pattern in lora.also_train)
-    except re.error:  # another rule tells it
-        return True

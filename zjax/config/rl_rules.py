@@ -1,5 +1,6 @@
 """Checks rules of reinforcement learning."""
 
+import re
 from collections.abc import Iterator
 
 from zjax.errors import Problem
@@ -70,6 +71,14 @@ def dropout_rates(config: schema.Config) -> dict[str, float]:
     return {field: rate for field, rate in rates.items() if rate > 0}
 
 
+def trains_values(lora: schema.Lora) -> bool:
+    """Whether the vector of values is trained beside adapters."""
+    try:
+        return any(re.search(pattern, "head/value") for pattern in lora.also_train)
+    except re.error:  # another rule tells it
+        return True
+
+
 def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
     """Yields sizes of rollouts that leave no prompt room, or no batch."""
     most, length = given.rollout.max_new_tokens, config.data.length
@@ -123,6 +132,16 @@ def _objective(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
     if getattr(objective, "normalise_each", False) and len(weights) == 1:
         problem, remedy = "has no effect on one reward", "leave it at False"
         yield Problem("rl.objective.normalise_each", True, problem, remedy)
+    if isinstance(objective, rl.Grouped) and objective.normalise_each:
+        if (baseline := objective.chosen_baseline) != "group_std":
+            problem = f"divides by standard deviations, and the baseline is {baseline}"
+            remedy = "leave it at False, or set rl.objective.baseline='group_std'"
+            yield Problem("rl.objective.normalise_each", True, problem, remedy)
+    is_ppo = isinstance(objective, rl.Ppo)
+    if is_ppo and config.lora and not trains_values(config.lora):
+        given_patterns = config.lora.also_train
+        problem = "leaves the values of rl.objective='ppo' at 0"
+        yield Problem("lora.also_train", given_patterns, problem, "add 'head/value'")
     if isinstance(objective, rl.Grouped) and isinstance(given.reference, rl.InReward):
         problem = "gives each token a reward, and "
         problem += f"rl.objective={objective.kind!r} reads one of each text"

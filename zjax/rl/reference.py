@@ -96,7 +96,8 @@ def _problems(settings: schema.Lora) -> list[Problem]:
     if settings.form != "lora":
         remedy = "use lora, or no reference"
         problems += [Problem("lora.form", settings.form, problem, remedy)]
-    if settings.also_train:
+    # Values of a critic are no part of the policy.
+    if {*settings.also_train} - {"head/value"}:
         remedy = "leave it out, or use no reference"
         field = "lora.also_train"
         problems += [Problem(field, settings.also_train, problem, remedy)]

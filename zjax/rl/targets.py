@@ -14,9 +14,10 @@ from zjax.rl.minibatches import Minibatches
 from zjax.rl.policy import logprobs_of, values_of
 from zjax.rl.reference import Reference
 from zjax.rl.rollouts import Rollout
+from zjax.rl.weight_digest import digest_weights
 from zjax.run.first_state import first_state
 from zjax.settings import rl
-from zjax.sharding.plan import make_plan
+from zjax.sharding.plan import Plan, make_plan
 
 Values = list[np.ndarray]
 """Values of the tokens of each text, float32[n]."""
@@ -42,6 +43,9 @@ class TokenTargets:
         settings: Settings of `config.rl`.
         minibatches: Packs texts.
         names: Names under `rl` of the arrays that updates read besides those of `pack`.
+
+    Attributes:
+        position: Digest of the reference, which a run goes on with.
     """
 
     def __init__(
@@ -55,10 +59,13 @@ class TokenTargets:
     ):
         self._run, self._settings, self._minibatches = run, settings, minibatches
         self._names = names
-        self._reference = None
+        self._reference, self.position = None, dict[str, Any]()
         if given := settings.reference:
-            start = _first_weights(run, state)
+            start, plan = _first_weights(run, state)
             self._reference = Reference(run, start, memory=given.memory)
+            if not run.config.lora:  # else they are in the checkpoint of the run
+                digest = digest_weights(start, plan)
+                self.position = {"weights of checkpoint.init_from": digest}
 
     def __call__(self, state: Any, experience: Experience) -> Learned:
         """Returns advantages, further values of tokens, and metrics.
@@ -112,13 +119,13 @@ class TokenTargets:
         return found
 
 
-def _first_weights(run: Any, state: Any) -> Any:
-    """Returns a state with the weights that a run started from.
+def _first_weights(run: Any, state: Any) -> tuple[Any, Plan]:
+    """Returns a state with the weights that a run started from, and the plan.
 
     Adapters leave these weights in the state; else a resumed run reads them again.
     """
     if not int(state.step) or run.config.lora:
-        return state
+        return state, run.plan
     tx = optax.set_to_zero()  # no moments beside the weights
     plan = make_plan(run.config, run.mesh, run.model, tx)
-    return first_state(run.model, tx, plan, run.config)
+    return first_state(run.model, tx, plan, run.config), plan

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from zjax.run import trainer as training
 from zjax.run.ending import AfterStep
 from zjax.run.monitor import Callback
 from zjax.settings import rl
+from zjax.settings.mappings import to_mapping
 from zjax.settings.schema import Config
 from zjax.typing import Batch, Device, Model
 
@@ -202,7 +204,15 @@ class Trainer(training.Trainer):
         text += f"{rollout.num_samples} texts of up to {rollout.max_new_tokens} "
         text += f"tokens, {number} {'steps' if number > 1 else 'step'} on each"
         files = self._directory / _FILES
-        return Updates(self._draw, self.run.step.place_batch, files, position, text)
+        place = self.run.step.place_batch
+        return Updates(
+            self._draw,
+            place,
+            files,
+            position | self._tokens.position,
+            _half_learned(config),
+            text,
+        )
 
     def _find_evaluation(self, batches: Any) -> EvaluationSet | None:
         """Returns None: `evaluate` draws texts."""
@@ -217,7 +227,7 @@ class Trainer(training.Trainer):
         drawn = time.perf_counter()
         rollouts = experience.rollouts
         learned = self._tokens(self.state, experience)
-        values = {**learned.values, **experience.metrics, **self._passed(rollouts)}
+        values = {**learned.values, **experience.metrics}
         values |= self._speed(began, drawn, rollouts)
         given = rollouts, learned.advantages, learned.arrays
         updates = [
@@ -255,7 +265,14 @@ class Trainer(training.Trainer):
                 self.state, self._prompts, numbers, rollout.num_samples, step=step
             )
             groups.add(self._judges.score(drawn))
-        return groups.take(), first
+        passed = self._passed(groups.rollouts)  # of all that were drawn
+        experience = groups.take()
+        metrics = {**experience.metrics, **passed}
+        return dataclasses.replace(experience, metrics=metrics), first
+
+    def _end_of_batches(self) -> DataError:
+        """Returns why no rollout could be drawn."""
+        return self.loader.failure or super()._end_of_batches()
 
     def _speed(
         self, began: float, drawn: float, rollouts: Sequence[Rollout]
@@ -348,6 +365,26 @@ class Trainer(training.Trainer):
         """
         self._judges.close()
         super().close()
+
+
+def _half_learned(config: Config) -> dict[str, Any]:
+    """Lists settings of which values and advantages of a rollout's tokens are made."""
+    assert config.rl is not None
+    settings = to_mapping(config.rl)
+    names = "objective", "overlong", "rewards", "correction", "reference", "num_epochs"
+    chosen = {name: settings[name] for name in ("rollout", *names)}
+    found = {"data.length": config.data.length} | _flat(chosen, "rl")
+    # As a checkpoint gives them back: lists in place of tuples.
+    return json.loads(json.dumps(found))
+
+
+def _flat(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Names settings by their paths."""
+    found = dict[str, Any]()
+    for name, value in settings.items():
+        path = f"{section}.{name}"
+        found |= _flat(value, path) if isinstance(value, Mapping) else {path: value}
+    return found
 
 
 def _count(rollouts: Sequence[Rollout]) -> int:

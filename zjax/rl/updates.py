@@ -40,6 +40,8 @@ class Updates:
         directory: Directory of the files.
         description: Text for the log that describes the rollouts.
         position: Settings and data that decide the texts, compared when a run resumes.
+        half_learned: Settings that decide what is learned of a text, compared when a
+            run resumes within a rollout.
     """
 
     shape_at: Callable[[int], tuple[int, int]] | None = None
@@ -50,20 +52,28 @@ class Updates:
         place: Callable[[Any], Any],
         directory: pathlib.Path,
         position: Mapping[str, Any],
+        half_learned: Mapping[str, Any] | None = None,
         description: str = "",
     ):
         self._draw, self._place, self._directory = draw, place, directory
         self._position, self.description = dict(position), description
+        self._half_learned = dict(half_learned or {})
         self._step, self._next_prompt = 0, 0
         self._left: collections.deque[Update] = collections.deque()
         self._values: dict[int, Values] = {}
+        self.failure: DataError | None = None
+        """Why no rollout could be drawn: the run is saved before it ends by this."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         while not self._left:  # no text of a rollout may be left to learn from
-            updates, self._next_prompt = self._draw(self._next_prompt)
+            try:
+                updates, self._next_prompt = self._draw(self._next_prompt)
+            except DataError as error:  # such as rewards that all failed
+                self.failure = error
+                raise StopIteration from error
             self._left.extend(updates)
         batch, values = self._left.popleft()
         self._step += 1
@@ -97,6 +107,7 @@ class Updates:
                 "sha256": _write(path, arrays),
                 "bytes": path.stat().st_size,
                 "values": [dict(x.values) for x in self._left],
+                "settings": self._half_learned,
             }
         return state | self._position | {"left": left}
 
@@ -116,9 +127,20 @@ class Updates:
             for name, value in self._position.items()
             if state.get(name) != value
         ]
+        left = state.get("left")
+        drawn = left["settings"] if left else self._half_learned
+        problems += [
+            Problem(
+                name,
+                self._half_learned.get(name),
+                f"was {drawn.get(name)!r} for the rollout that is half learned",
+                "restore it, or continue from a checkpoint between two rollouts",
+            )
+            for name in sorted({*drawn, *self._half_learned})
+            if drawn.get(name) != self._half_learned.get(name)
+        ]
         if problems:
             raise DataError(*problems)
-        left = state.get("left")
         self._left = collections.deque(self._read(left) if left else ())
         self._step, self._next_prompt = state["step"], state["next_prompt"]
 

@@ -288,13 +288,17 @@ class Trainer:
                 self.store.wait()
         if data_ended:
             # The state is saved by now: only then may the error end the run.
-            remedy = f"give more, or set num_steps={step}; the run is saved"
-            problem = f"end after step {step} of num_steps={config.num_steps}"
-            raise DataError(Problem("batches", "given", problem, remedy))
+            raise self._end_of_batches()
         is_over = step >= config.num_steps or reason
         self.exit_status = 0 if is_over else stopped.exit_status
         self._print_end(monitor, reason)
         return self.state
+
+    def _end_of_batches(self) -> DataError:
+        """Makes the error of a run whose batches end too early."""
+        remedy = f"give more, or set num_steps={self.step}; the run is saved"
+        problem = f"end after step {self.step} of num_steps={self.config.num_steps}"
+        return DataError(Problem("batches", "given", problem, remedy))
 
     def _compile(self, batch: Any, program: str, number: int) -> None:
         self.run.step.compile(batch, program, number)
