@@ -9,9 +9,14 @@ import time
 import pytest
 
 from tests.rl.test_rollouts import make
-from tests.support.refusals import config_error, data_error, process_error
+from tests.support.refusals import (
+    config_error,
+    data_error,
+    process_error,
+    value_error,
+)
 from zjax import rl
-from zjax.rl import reward_process
+from zjax.rl import reward_process, reward_worker
 from zjax.rl.reward_process import RewardProcess
 from zjax.rl.rewards import add_scores, function_name
 from zjax.rl.tasks import sums
@@ -129,6 +134,9 @@ FAILURES = {
     "float('nan')": "returned nan, which is not finite",
     "-float('inf')": "returned -inf, which is not finite",
     "-1.5e9": "returned -1500000000.0, beyond 1e+09",
+    "__import__('os').write(int(__import__('sys').argv[1]), b'\\0\\0\\0\\5hello')": (
+        "wrote what is no answer to the connection"
+    ),
     "10**400": "returned 1" + "0" * 299 + ", which is no number",
 }
 
@@ -148,6 +156,45 @@ def test_what_fails_costs_one_reward_and_is_told(failure, caplog):
     assert told == (
         f"reward {JUDGE} failed for prompt 0 ('2 + 2 ='), sample 0: {reason}"
     )
+
+
+class Silent(Exception):
+    """A number and an exception that cannot be shown."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __float__(self):
+        return 1.0 / self.number
+
+    def __repr__(self):
+        raise RuntimeError
+
+    __str__ = __repr__
+
+
+def test_what_cannot_be_shown_is_a_reward_or_one_failure():
+    def raises(prompt, completion):
+        raise Silent(0)
+
+    def returns(prompt, completion):
+        return Silent(int(completion))
+
+    assert reward_worker.call(returns, "", "2", {}) == (0.5, "")
+    text = "returned <Silent>, which is no number"
+    assert reward_worker.call(returns, "", "0", {}) == (None, text)
+    assert reward_worker.call(raises, "", "", {}) == (None, "Silent: <Silent>")
+
+
+def test_answers_that_others_wrote_are_checked():
+    read = reward_worker.read_answer
+    assert read([0.5, ""]) == (0.5, "") and read([None, ""]) == (None, "")
+    assert read([None, "why"]) == (None, "why")
+    assert read([math.nan, ""]) == (None, "returned nan, which is not finite")
+    assert read(["1", ""]) == (None, "returned '1', which is no number")
+    for given in (1.0, [1.0], [1.0, "why"], [None, 1], {"reward": 1}):
+        with value_error("is no answer"):
+            read(given)
 
 
 def test_a_completion_that_one_function_fails_has_no_reward_by_any():

@@ -1,7 +1,6 @@
 """A process that calls reward functions, and is replaced where a call does not end."""
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -13,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from zjax.errors import ConfigError, Problem, ProcessError, describe_exit
+from zjax.files import parse_json
 from zjax.rl import reward_worker
-from zjax.rl.reward_worker import Answer
+from zjax.rl.reward_worker import Answer, read_answer
 
 SECONDS_TO_IMPORT = 120.0
 """Maximum time in which a process imports all functions."""
@@ -91,14 +91,16 @@ class RewardProcess:
             ProcessError: The process ended before it had imported the functions.
         """
         try:
-            answer = json.loads(self.connection.recv_bytes(_MAX_BYTES))
+            answer = parse_json(self.connection.recv_bytes(_MAX_BYTES))
+            reward = None if self._call is _STARTING else read_answer(answer)
         except (EOFError, OSError):  # the process ended
             status = self._process.wait()
             return self._replace(f"ended the process by {describe_exit(status)}")
+        except ValueError:  # by code that found the connection
+            return self._replace("wrote what is no answer to the connection")
         mark, self._call = self._call, None
-        if mark is not _STARTING:
-            reward, reason = answer
-            return mark, (reward, reason)
+        if reward is not None:
+            return mark, reward
         problems = [
             Problem("rewards", name, fault, "run where Python finds it, or mend it")
             for name, fault in zip(self._names, answer, strict=True)

@@ -50,14 +50,17 @@ def call(
     # `sys.exit` of the user's function ends no process.
     except BaseException as error:
         return None, _describe(error)
-    if value is None:
-        return None, ""
-    shown = repr(value)[:_MAX_CHARACTERS]
+    return (None, "") if value is None else read_reward(value)
+
+
+def read_reward(value: Any) -> Answer:
+    """Reads a value as a finite number."""
+    shown = _show(value)
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except BaseException:  # `__float__` of the user's class may raise anything
         return None, f"returned {shown}, which is no number"
     if not math.isfinite(number):
         return None, f"returned {shown}, which is not finite"
@@ -66,9 +69,35 @@ def call(
     return number, ""
 
 
+def read_answer(given: Any) -> Answer:
+    """Reads an answer of `call`, in place of which code of a model may have written.
+
+    Raises:
+        ValueError: The value is no answer.
+
+    Example:
+        >>> read_answer([1, ""]), read_answer([math.nan, ""])
+        ((1.0, ''), (None, 'returned nan, which is not finite'))
+    """
+    match given:
+        case [None, str(reason)]:
+            return None, reason
+        case [reward, ""]:
+            return read_reward(reward)
+    raise ValueError("is no answer")
+
+
+def _show(value: Any, show: Callable[[Any], str] = repr) -> str:
+    """Shows a value in a few characters, or the class if the value cannot be shown."""
+    try:
+        return show(value)[:_MAX_CHARACTERS]
+    except BaseException:  # the user's class may raise anything
+        return f"<{type(value).__name__}>"
+
+
 def _describe(error: BaseException) -> str:
     """Describes an exception in a line."""
-    text = " ".join(str(error).split())
+    text = " ".join(_show(error, str).split())
     return f"{type(error).__name__}: {text}"[:_MAX_CHARACTERS]
 
 
