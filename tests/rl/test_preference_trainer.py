@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import types
 
 import jax
@@ -321,3 +322,29 @@ def test_commands_train_and_evaluate_the_objective(data, tmp_path, capsys):
         "run, from its weights by checkpoint.init_from"
     ):
         rl.PreferenceTrainer(make_config(tmp_path / "run", data, "dpo", changes))
+
+
+def test_evaluation_computes_a_lost_reference_from_the_start(tmp_path, capsys):
+    """Fails if the reference is of random weights, or the start is read in vain."""
+    data = write(tmp_path / "data", number=40)
+    changes = {"num_steps": 1, "seed": 1, "optimizer.schedule.num_warmup_steps": 0}
+    _, first = steps_of(make_config(tmp_path / "first", data, "orpo", changes), 1)
+    first.save()
+    first.close()
+    changes |= {"checkpoint.init_from": str(tmp_path / "first"), "seed": 2}
+    _, trained = steps_of(make_config(tmp_path / "run", data, "dpo", changes), 1)
+    trained.save()
+    trained.close()
+    # Named by the weights; the numbers depend on the number of devices.
+    stored = {*data.glob("*.reference-*")}
+    for path in stored:
+        path.unlink()
+
+    def evaluate():
+        main.evaluate(typed("evaluate", f"--run={tmp_path / 'run'}"))
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    found = evaluate()
+    assert {*data.glob("*.reference-*")} == stored
+    shutil.rmtree(tmp_path / "first")
+    assert evaluate() == found

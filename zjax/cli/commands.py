@@ -177,7 +177,10 @@ def restored(config: Config, given: flags.FlagValues) -> tuple[Trainer, str]:
     else:
         step = chosen_step(open_store(config.directory), given.step)
         kind = trainer_of(config.preference)
-        trainer = kind(without_start(config), step=step)
+        # A reference that is no longer stored is computed from the start of the run.
+        if config.preference is None or not config.preference.reads_reference:
+            config = without_start(config)
+        trainer = kind(config, step=step)
     part = choose_part(given.part, parts_of(trainer.state))
     report_weights(part, trainer.step)
     return trainer, part
