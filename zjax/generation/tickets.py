@@ -3,8 +3,8 @@
 import asyncio
 import collections
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import queue
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -64,35 +64,27 @@ class Ticket:
     ):
         self.sampling, self.prompt_ids = sampling, prompt_ids
         self.sequences, self._streams, self._cancel = sequences, streams, cancel
-        self._deltas: collections.deque[Delta | BaseException] = collections.deque()
-        self._changed = threading.Condition()
-        self._wake: Callable[[], object] = lambda: None
+        self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        """Event loop that reads the news, and the event for which it waits."""
         self._num_open = len(sequences)
 
     def __iter__(self) -> Iterator[Delta]:
         """Waits for news until all texts have ended."""
         while self._num_open:
-            with self._changed:
-                self._changed.wait_for(lambda: self._deltas)
-                delta = self._deltas.popleft()
-            yield self._take(delta)
+            # Whoever iterates again must not wait for news that nobody writes.
+            yield self._take(self._failure or self._deltas.get())
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Waits for news as `__iter__` does, without blocking the event loop."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            # The loop may be closed, with texts on the way that nobody reads.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(changed.set)
-
-        with self._changed:
-            self._wake = wake
+        changed = asyncio.Event()
+        self.waiter = asyncio.get_running_loop(), changed
         while self._num_open:
-            with self._changed:
-                changed.clear()
-                delta = self._deltas.popleft() if self._deltas else None
-            if delta is None:
+            changed.clear()
+            try:
+                delta = self._failure or self._deltas.get_nowait()
+            except queue.Empty:
                 await changed.wait()
             else:
                 yield self._take(delta)
@@ -104,18 +96,19 @@ class Ticket:
     def _take(self, delta: Delta | BaseException) -> Delta:
         """Returns a delta, or raises what ended the engine."""
         if isinstance(delta, BaseException):
-            # Whoever iterates again must not wait for news that nobody writes.
-            self._deltas.appendleft(delta)
+            self._failure = delta
             raise delta
         self._num_open -= delta.finish_reason is not None
         return delta
 
+    def add(self, delta: Delta | BaseException) -> None:
+        """Adds news, from the thread of the engine; `wake` follows."""
+        self._deltas.put(delta)
+
     def tell(self, delta: Delta | BaseException) -> None:
-        """Adds news, from the thread of the engine."""
-        with self._changed:
-            self._deltas.append(delta)
-            self._changed.notify()
-            self._wake()
+        """Adds news and wakes the reader."""
+        self.add(delta)
+        wake([self])
 
     def read(self, news: News) -> Delta:
         """Turns what a pass adds to a sample into a delta.
@@ -137,11 +130,11 @@ class Ticket:
                     break
             is_over = reason is not None and self.sampling.max_new_tokens > 0
             text += stream.flush() if is_over else ""
-        size, best = len(ids), self.sampling.num_logprobs or 0
         prompt, num_best = news.prompt, self.sampling.prompt_logprobs or 0
         if prompt is not None:
             pairs = prompt.best_ids[:, :num_best], prompt.best_logprobs[:, :num_best]
             prompt = Logprobs(prompt.logprobs, *pairs)
+        size, best = len(ids), self.sampling.num_logprobs or 0
         return Delta(
             sample,
             text,
@@ -152,6 +145,25 @@ class Ticket:
             reason,
             prompt,
         )
+
+
+def wake(tickets: Iterable[Ticket]) -> None:
+    """Wakes the readers of tickets, each event loop once for all of its readers."""
+    waiting = collections.defaultdict(list)
+    for ticket in tickets:
+        if ticket.waiter is not None:
+            loop, changed = ticket.waiter
+            waiting[loop].append(changed)
+    for loop, events in waiting.items():
+        # The loop may be closed, with texts on the way that nobody reads.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    """Sets events, in the thread of the event loop."""
+    for event in events:
+        event.set()
 
 
 def aborted(sequence: Sequence) -> Delta:

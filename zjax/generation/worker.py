@@ -10,7 +10,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.generation.engine import Engine, News
 from zjax.generation.scheduler import Metrics
 from zjax.generation.sequence import Sequence
-from zjax.generation.tickets import Ticket, aborted, unreadable
+from zjax.generation.tickets import Ticket, aborted, unreadable, wake
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes the context in which passes run, such as the mesh in use."""
@@ -70,8 +70,8 @@ class Runner:
     def step(self) -> bool:
         """Waits for the oldest pass, and hands out the news; False without a pass."""
         news = self.engine.step()
-        for each in news or ():
-            self._tell(each)
+        # A wake-up for each token would cost more than the token.
+        wake({ticket for each in news or () if (ticket := self._add(each))})
         return news is not None
 
     def close(self) -> None:
@@ -80,25 +80,27 @@ class Runner:
         for ticket in self.tickets:
             self.abort(ticket)
 
-    def _tell(self, news: News) -> None:
-        """Hands news to the ticket of the sequence, and ends it at a stop string.
+    def _add(self, news: News) -> Ticket | None:
+        """Adds news to the ticket of the sequence, and ends it at a stop string.
 
-        A text that cannot be decoded ends all texts of the ticket.
+        A text that cannot be decoded ends all texts of the ticket. Returns the ticket;
+        None if nobody wants the news any more.
         """
         ticket = self._tickets.get(news.sequence)
         if ticket is None:
-            return
+            return None
         try:
             delta = ticket.read(news)
         except Exception as error:  # of one text, which ends no text of others
             ticket.tell(unreadable(news.sequence, error))
             self.abort(ticket)
-            return
+            return None
         self._num_written += len(delta.ids)
         if delta.finish_reason is not None:
             self.engine.scheduler.finish(news.sequence, delta.finish_reason)
             del self._tickets[news.sequence]
-        ticket.tell(delta)
+        ticket.add(delta)
+        return ticket
 
 
 class Worker:

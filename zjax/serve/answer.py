@@ -1,10 +1,12 @@
 """Answers: texts of one request as one reply, or as a stream of chunks."""
 
 import asyncio
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 from zjax.generation.tickets import Delta
-from zjax.serve.exchange import EVENTS, Exchange, write_event
+from zjax.serve.exchange import EVENTS, Exchange, TextEvents, write_event
 from zjax.serve.outbox import Outbox
 from zjax.serve.refusals import Refusal
 from zjax.serve.replies import Choice, Piece, Reply, count_usage, join
@@ -81,12 +83,8 @@ class Answer:
     async def _fill(self, outbox: Outbox) -> None:
         """Writes all chunks into an outbox."""
 
-        def write(value: dict | None, usage: dict | None = None) -> None:
-            if value is None:
-                return
-            if self._asked.has_usage:
-                value = value | {"usage": usage}
-            if not outbox.put(write_event(value)):
+        def put(event: bytes) -> None:
+            if not outbox.put(event):
                 message = "the stream was not read fast enough; read it as it comes"
                 # The client is told when it reads on; the texts end now.
                 cancel_all(self._active.tickets)
@@ -95,19 +93,41 @@ class Answer:
         def take(number: int, delta: Delta) -> None:
             for piece in self._pieces(number, delta):
                 if piece.text or piece.tokens or piece.finish_reason:
-                    write(self._reply.chunk(piece))
+                    put(self._write(piece))
 
         try:
             for choice in self._choices:
-                write(self._reply.first(choice.index))
+                if (chunk := self._reply.first(choice.index)) is not None:
+                    put(write_event(self._usage_open(chunk)))
             for piece in self._first_pieces():
-                write(self._reply.chunk(piece))
+                put(self._write(piece))
             await self._service.read(self._active, take)
             if self._asked.has_usage:
-                usage = self._usage()
-                write(self._reply.last(usage), usage)
+                put(write_event(self._reply.last(self._usage())))
         finally:
             outbox.close()
+
+    @functools.cached_property
+    def _events(self) -> list[TextEvents]:
+        """Events of each text that have nothing new besides text."""
+
+        def events_of(index: int) -> TextEvents:
+            def make(text: str) -> dict[str, Any]:
+                return self._usage_open(self._reply.chunk(Piece(index, text, [])))
+
+            return TextEvents(make)
+
+        return [events_of(choice.index) for choice in self._choices]
+
+    def _write(self, piece: Piece) -> bytes:
+        """Writes news of a text as an event."""
+        if piece.tokens or piece.finish_reason or not piece.text:
+            return write_event(self._usage_open(self._reply.chunk(piece)))
+        return self._events[piece.choice].write(piece.text)
+
+    def _usage_open(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """Adds the usage, which only the last chunk knows, if the client asks for it."""
+        return chunk | {"usage": None} if self._asked.has_usage else chunk
 
     def _first_pieces(self) -> Iterator[Piece]:
         """Yields the prompts with which texts begin."""

@@ -121,3 +121,26 @@ def write_event(value: Any) -> bytes:
         b'data: {"a":1}\n\n'
     """
     return b"data: " + encode(value) + b"\n\n"
+
+
+class TextEvents:
+    r"""Writes events of a stream that differ in one text.
+
+    Args:
+        make: Function from a text to the value of an event, which has the text last.
+
+    Example:
+        >>> events = TextEvents(lambda text: {"index": 0, "text": text})
+        >>> events.write('"a"')
+        b'data: {"index":0,"text":"\\"a\\""}\n\n'
+    """
+
+    def __init__(self, make: Callable[[str], Any]):
+        self._start, _, self._end = write_event(make(_TEXT)).rpartition(encode(_TEXT))
+
+    def write(self, text: str) -> bytes:
+        """Writes the event of a text; only the text is rendered."""
+        return self._start + encode(text) + self._end
+
+
+_TEXT = "text of an event"

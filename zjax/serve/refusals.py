@@ -79,5 +79,8 @@ def refuse_error(error: ZjaxError, names: Mapping[str, str]) -> Refusal:
 
 def encode(value: Any) -> bytes:
     """Encodes a value as JSON without spaces."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode()
+    return _JSON.encode(value).encode()
+
+
+# `json.dumps` would make an encoder for each value.
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))

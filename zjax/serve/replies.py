@@ -86,8 +86,10 @@ class Choice:
     def read(self, delta: Delta) -> Piece:
         """Turns a delta into news of a reply."""
         self.num_tokens += len(delta.ids)
-        scores = Logprobs(delta.logprobs, delta.best_ids, delta.best_logprobs)
-        tokens = [*self._tokens(delta.ids, scores)] if self._has_logprobs else []
+        tokens = []
+        if self._has_logprobs:
+            scores = Logprobs(delta.logprobs, delta.best_ids, delta.best_logprobs)
+            tokens = [*self._tokens(delta.ids, scores)]
         return Piece(self.index, delta.text, tokens, delta.finish_reason)
 
     def _tokens(self, ids: Sequence[int], scores: Logprobs) -> Iterable[Token]:

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import importlib.util
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -63,7 +64,8 @@ class Server:
         `ready` is called once requests are taken.
         """
         try:
-            asyncio.run(self._run(ready))
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(self._run(ready))
         finally:
             self._listener.close()
             self._service.close()
@@ -108,6 +110,15 @@ class Server:
             await self._service.drain(asks[1])
         server.should_exit = True
         await serving
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Returns what makes the event loop: uvloop where it is installed."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
 
 
 def listen(settings: Settings) -> socket.socket:
