@@ -3,12 +3,14 @@
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from zjax.data.tokenizer import make_bytes
 from zjax.generation.sampling import Logprobs, Sampling
 from zjax.generation.tickets import Delta, Ticket
 from zjax.serve.answer import Answer
-from zjax.serve.replies import join
+from zjax.serve.exchange import _TEXT, write_event
+from zjax.serve.replies import Piece, join
 from zjax.serve.requests import Asked
 from zjax.serve.service import ENDPOINTS, Active, Service
 from zjax.serve.settings import Settings
@@ -54,3 +56,23 @@ def test_a_text_that_is_written_first_waits_for_the_scores_of_the_prompt():
     assert logprobs == [[*prompt, -5.0], [*prompt, -3.0, -4.0], [None, -9], [None, -8]]
     offsets = [[token.offset for token in x.tokens] for x in found]
     assert offsets == [[*range(len(x.text))] for x in found]
+
+
+@pytest.mark.parametrize("has_usage", [False, True])
+@pytest.mark.parametrize("num_logprobs", [None, 0])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_events_of_a_text_are_the_chunks(endpoint, num_logprobs, has_usage):
+    """Fails if an event whose text alone is rendered differs from the whole chunk."""
+    # The name may be the text by which the event was cut.
+    known = {"tokenizer": make_bytes(), "settings": Settings(served_name=_TEXT)}
+    service = mock.Mock(spec=Service, **known)
+    sampling = Sampling(num_logprobs=num_logprobs, num_samples=2)
+    asked = Asked(["abc"], sampling, True, has_usage, echoes=False)
+    tickets = [mock.Mock(spec=Ticket, prompt_ids=[1])]
+    active = mock.Mock(spec=Active, tickets=tickets)
+    answer = Answer(service, endpoint, active, asked)
+    for index, text in ((0, 'a"\\\n'), (1, "é\u2028\x00"), (1, _TEXT), (0, "")):
+        for reason in (None, "stop"):
+            piece = Piece(index, text, [], reason)
+            wanted = answer._reply.chunk(piece) | ({"usage": None} if has_usage else {})
+            assert answer._write(piece) == write_event(wanted)

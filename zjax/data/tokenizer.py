@@ -303,6 +303,8 @@ def _wrap_library(library: Any, record: TokenizerRecord) -> Tokenizer:
 
     def decode(ids: Any) -> str:
         with data_errors(name, "cannot decode tokens", "give one that can"):
-            return library.decode(np.asarray(ids).tolist())
+            return library.decode(
+                ids if type(ids) is list else np.asarray(ids).tolist()
+            )
 
     return Tokenizer(record, encode_texts, decode, special_tokens_of(library))

@@ -126,7 +126,7 @@ class Answer:
         return self._events[piece.choice].write(piece.text)
 
     def _usage_open(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Adds the usage, which only the last chunk knows, if the client asks for it."""
+        """Adds the usage, which only the last chunk knows, where a client wants it."""
         return chunk | {"usage": None} if self._asked.has_usage else chunk
 
     def _first_pieces(self) -> Iterator[Piece]:

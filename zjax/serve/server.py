@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from absl import logging
+
 from zjax.errors import ConfigError, Problem, check_installed
 from zjax.generation.generator import Generator
 from zjax.serve.app import make_app
@@ -78,7 +80,10 @@ class Server:
         """Serves until it is stopped."""
         import uvicorn
 
+        http = "httptools" if _is_installed("httptools") else "h11"
         loop, asks = asyncio.get_running_loop(), [asyncio.Event(), asyncio.Event()]
+
+        logging.info("server: events by %s, HTTP by %s", type(loop).__module__, http)
 
         def ask() -> None:
             # The first asks for a drain, the second for the end of the drain.
@@ -88,6 +93,7 @@ class Server:
         server = uvicorn.Server(
             uvicorn.Config(
                 self._app,
+                http=http,
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -112,9 +118,14 @@ class Server:
         await serving
 
 
+def _is_installed(name: str) -> bool:
+    """Tells whether a package that makes a server faster is installed."""
+    return importlib.util.find_spec(name) is not None
+
+
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Returns what makes the event loop: uvloop where it is installed."""
-    if importlib.util.find_spec("uvloop") is None:
+    if not _is_installed("uvloop"):
         return None
     import uvloop
 
