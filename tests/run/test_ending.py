@@ -249,15 +249,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 PROGRAM = """
 import os, signal, sys
-from zjax.cli import main
-from zjax.run import trainer
+from zjax.cli import commands, main
+from zjax.run.trainer import Trainer
 
 def stop_at_step_two(step, values):
     if step == 2:
         os.kill(os.getpid(), signal.SIGTERM)
 
-Trainer = trainer.Trainer
-main.Trainer = lambda config: Trainer(config, callbacks=[stop_at_step_two])
+def make(config):
+    return Trainer(config, callbacks=[stop_at_step_two])
+
+commands.trainer_of = lambda preference: make
 sys.argv[1:] = ["train", "--gin_file={config}", "--simulated_devices=2"]
 main.run()
 """

@@ -31,8 +31,8 @@ def token_advantages(
         >>> advantages, returns = token_advantages(
         ...     rl.ReinforcePp(), rewards, penalties
         ... )
-        >>> [x.round(3).tolist() for x in advantages]
-        [[0.866, 0.866], [-0.866, -0.866]]
+        >>> [np.sign(x).tolist() for x in advantages]
+        [[1.0, 1.0], [-1.0, -1.0]]
     """
     sizes = [len(x) for x in penalties]
     mask = np.arange(max(sizes)) < np.array(sizes)[:, None]

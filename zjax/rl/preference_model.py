@@ -80,8 +80,8 @@ def preference_model(config: Config) -> Model:
     Example:
         >>> from zjax import load_config
         >>> model = preference_model(load_config({"preference": "dpo"}))
-        >>> sorted(model.entries)[:2]
-        ['examples', 'positions']
+        >>> "examples" in model.entries
+        True
     """
     objective = config.preference
     if objective is None:

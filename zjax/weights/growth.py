@@ -34,7 +34,8 @@ def with_values(source: Source, wanted: Mapping[str, Entry]) -> Source:
 
     Example:
         >>> wanted = {"head.value": Entry((4,), "float32")}
-        >>> with_values(Source({}, None), wanted).read_all("head.value").tolist()
+        >>> empty = Source({}, lambda name, index: np.zeros(()))
+        >>> with_values(empty, wanted).read_all("head.value").tolist()
         [0.0, 0.0, 0.0, 0.0]
     """
     name = tensor_name(VALUE)

@@ -129,7 +129,7 @@ def ours(monkeypatch, capsys):
 
 def test_a_small_model_decodes(ours):
     found = ours("--batches=2", "--context=40", "--num_tokens=8", "--profile")
-    row, small, *_ = load_contest(FOLDER / "decode.py").rows
+    row, _, small, *_ = load_contest(FOLDER / "decode.py").rows
     assert small.cases[0].metric.removeprefix("batch 1") == " ms_per_token"
     metrics = {case.metric for case in row.cases}
     names = {metric.replace("batch 1 ", "batch 2 ") for metric in metrics}
