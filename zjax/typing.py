@@ -136,6 +136,8 @@ class Segment:
     and no update of the optimizer."""
 
 
+RecordExperts = Callable[[Any], None]
+"""Takes the experts of tokens, uint8 or int16 [..., K], while a layer is traced."""
 LogPartition = Callable[[Any], Any]
 """Function from scores [..., V] to the logarithm of the sum of exponentials."""
 logsumexp: LogPartition = functools.partial(jax.nn.logsumexp, axis=-1)
@@ -155,9 +157,10 @@ class Continuation:
     [N, 1]; `token_mask` [N, 1] is False for padding, `num_tokens` [N] and `num_given`
     [N] are the tokens of the row, with and without tokens to come."""
     blocks: tuple[Callable[..., Any], ...]
-    """For each segment, `block(params, carry, context, attend, caches) -> ((carry,
-    tile_input), caches)`: the tokens through a block or, with tiles, through the trunk.
-    `caches` has one entry per layer of the block."""
+    """For each segment, `block(params, carry, context, attend, caches, record=None) ->
+    ((carry, tile_input), caches)`: the tokens through a block or, with tiles, through
+    the trunk. `caches` has one entry per layer of the block. Each layer with experts
+    calls `record` with the experts [N, 1, K] of the tokens, unless it is None."""
     num_layers: tuple[int, ...]
     """Layers of a block, for each segment."""
     lay: tuple[Callable[[Params], Params], ...]

@@ -79,6 +79,8 @@ def generate(given: flags.FlagValues) -> None:
     with connected(config) as info:
         generator, weights = commands.open_generator(given, config, chat)
         with generator:
+            if rows is not None and generator.has_experts:
+                sampling = dataclasses.replace(sampling, experts=True)
             # All prompts are checked before any text is written.
             with flags_named():
                 special = {"special_tokens": given.special_tokens}

@@ -71,6 +71,7 @@ class RolloutLines:
                 text=text.text,
                 step=self._step,
                 row=row,
+                experts=text.experts,
                 sampling=self._sampling,
             )
             line, self._checksum = encode_line(rollout, self._checksum)

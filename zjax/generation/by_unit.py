@@ -23,6 +23,7 @@ from zjax.generation.passes import (
     Reader,
     Rows,
     lay_chunks,
+    lay_experts,
     score_and_choose,
 )
 from zjax.generation.plan import Pieces
@@ -53,9 +54,10 @@ class UnitPrograms:
         self.lay = jit(self._lay, static_argnums=3)
         self.embed = jit(self._embed)
         # The pages are donated, and so is the stream in `add_tile`: both are replaced.
-        self.read = jit(self._read, static_argnums=0, donate_argnums=5)
+        self.read = jit(self._read, static_argnums=(0, 1), donate_argnums=6)
         self.add_tile = jit(self._add_tile, static_argnums=0, donate_argnums=2)
         self.choose = jit(self._choose, donate_argnums=3)
+        self.lay_experts = jit(self._lay_experts)
 
     def _lay(
         self,
@@ -75,19 +77,24 @@ class UnitPrograms:
         params = gathered(params, self._rows["embed"])
         return by_shard(embed, shard_axes(), (None, 0), (0, 0))(params, parts)
 
-    def _read(self, segment: int, params: Params, *args: Any) -> Any:
-        """Returns stream and input of the tiles, and the pages."""
+    def _read(self, segment: int, records: bool, params: Params, *args: Any) -> Any:
+        """Returns stream and input of the tiles, the pages, and experts if wanted."""
 
         def read(params: Params, carry: Any, context: Any, parts: Any, caches: Any):
             run = self.reader.continuation.blocks[segment]
-            attend_to = functools.partial(attend, parts)
-            results, caches = run(params, carry, context, attend_to, caches)
-            return jax.tree.map(pin_rows, results), caches
+            attend_to, chosen = functools.partial(attend, parts), []
+            record = chosen.append if records else None
+            results, caches = run(params, carry, context, attend_to, caches, record)
+            return jax.tree.map(pin_rows, results), caches, chosen
 
         params = gathered(params, self._rows[segment, False])
         params = self.reader.continuation.lay[segment](params)
-        mapped = by_shard(read, shard_axes(), (None, 0, 0, 0, 0), (0, 0))
+        mapped = by_shard(read, shard_axes(), (None, 0, 0, 0, 0), (0, 0, 0))
         return mapped(params, *args)
+
+    def _lay_experts(self, parts: Sequence[Chunks], experts: Sequence[Any]) -> Any:
+        laid = by_shard(lay_experts, shard_axes(), (0, 0), 1)(parts, experts)
+        return pin_results(laid)
 
     def _add_tile(
         self, segment: int, params: Params, carry: jax.Array, entering: jax.Array
@@ -206,18 +213,22 @@ class UnitPasses:
         programs, decoder, caches = self._programs, self._decoder, self._caches
         parts = programs.lay(self._history.tokens, rows, pieces, sizes)
         carry, context = programs.embed(decoder.embed, parts)
-        entering = None
+        entering, experts = None, []
+        records = pieces[0].records is not None
         for unit, params, used in self._arriving():
             if unit.tile:
                 operands = unit.segment, params, carry, entering
                 carry = programs.add_tile(*operands)
             else:
-                operands = unit.segment, params, carry, context, parts
-                results, cache = programs.read(*operands, caches[unit.block])
+                operands = unit.segment, records, params, carry, context, parts
+                results, cache, found = programs.read(*operands, caches[unit.block])
                 (carry, entering), caches[unit.block] = results, cache
+                experts += found
             used.append(carry)
         inputs = parts, carry, self._history.tokens, rows, pieces
         self._history.tokens, chosen = programs.choose(decoder.head, *inputs)
+        if records:
+            chosen = chosen._replace(experts=programs.lay_experts(parts, experts))
         return chosen
 
     def _arriving(self) -> Iterator[Any]:

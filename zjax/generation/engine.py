@@ -12,6 +12,7 @@ import numpy as np
 from zjax.generation.passes import Rows
 from zjax.generation.plan import Pieces, Plan, lay_plan
 from zjax.generation.programs import Passes
+from zjax.generation.records import Records, experts_of
 from zjax.generation.sampling import (
     GREEDY,
     Chosen,
@@ -49,6 +50,9 @@ class News(NamedTuple):
     prompt: Logprobs | None = None
     """Of the next tokens of the prompt, NumPy arrays; None if nothing is new. The first
     token of a prompt, which nothing predicts, is left out."""
+    experts: np.ndarray | None = None
+    """uint8 or int16 [tokens - 1, layers with experts, experts of a token], of all tokens
+    before the last; None unless asked for. Later passes may change the array."""
 
 
 class Engine:
@@ -71,6 +75,7 @@ class Engine:
     ):
         self.scheduler = scheduler
         self._passes, self._end_ids, self._axes = passes, end_ids, axes
+        self._records = Records([slots.pool for slots in scheduler.shards])
         self._in_flight: collections.deque[tuple[Plan, Chosen]] = collections.deque()
         # Of the host, and what the devices have of it. The last slot of a shard belongs
         # to padding.
@@ -115,6 +120,8 @@ class Engine:
             return None
         plan, chosen = self._in_flight.popleft()
         found = _fetch(plan, chosen)
+        if found.experts is not None:
+            self._records.add(plan, found.experts)
         results = self.scheduler.accept(plan, found.tokens)
         return [
             News(
@@ -122,6 +129,7 @@ class Engine:
                 result.tokens,
                 *(x[: len(result.tokens), result.column] for x in found[1:4]),
                 prompt=_join_scores(found.prompt, result.scored),
+                experts=experts_of(result.sequence),
             )
             for result in results
         ]
@@ -182,8 +190,9 @@ def _fetch(plan: Plan, chosen: Chosen) -> Any:
     if any(request.sampling.num_logprobs is not None for request in requests):
         return jax.device_get(chosen)
     zeros = [np.zeros(x.shape, x.dtype) for x in chosen[1:4]]
-    tokens, prompt = jax.device_get((chosen.tokens, chosen.prompt))
-    return Chosen._make([tokens, *zeros, prompt])
+    fetched = chosen.tokens, chosen.prompt, chosen.experts
+    tokens, *others = jax.device_get(fetched)
+    return Chosen._make([tokens, *zeros, *others])
 
 
 def _join_scores(

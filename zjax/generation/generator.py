@@ -35,7 +35,9 @@ from zjax.generation.text import TextStream
 from zjax.generation.tickets import Delta, Ticket
 from zjax.generation.worker import Served, Worker
 from zjax.ops.narrow import WeightDtype
+from zjax.settings import schema
 from zjax.settings.attention import window_of_layers
+from zjax.settings.mixture import experts_by_layer
 from zjax.sharding.describe import format_bytes
 
 _AHEAD = 4
@@ -60,6 +62,9 @@ class Text:
             prompt after the tokens before; None for the first, and unless asked for.
         prompt_best: Most likely tokens at each place of the prompt, as `best`; None for
             the first, and unless asked for.
+        experts: Experts that each token of prompt and text but the last chose, uint8 or
+            int16 [tokens, layers with experts, experts of a token], the largest weight
+            first; None unless asked for, and for a text that was cancelled.
     """
 
     prompt: int
@@ -72,6 +77,7 @@ class Text:
     best: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_best: list[dict[int, float] | None] | None = None
+    experts: np.ndarray | None = None
 
 
 class Generator:
@@ -199,6 +205,11 @@ class Generator:
         rows = shards, self.max_rows, self.max_length
         logging.info(text, *rows, num_pages, PAGE_SIZE, size, len(sizes))
         return make_engine(decoder, sizes, self.max_length, num_pages, self._end_ids)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts, which `Sampling.experts` asks for."""
+        return any(experts_by_layer(self.config))
 
     @property
     def metrics(self) -> Served:
@@ -439,9 +450,10 @@ class Generator:
                 sampling.max_new_tokens,
                 frozenset(sampling.end_ids or ()),
                 is_streamed=is_streamed,
-                salt=salt_of(self.config, len(ids), sampling.max_new_tokens),
+                salt=_salt_of(self.config, len(ids), sampling),
                 # Samples have one prompt.
                 prompt_logprobs=None if number else sampling.prompt_logprobs,
+                records=sampling.experts,
                 request=Request(sampling, number),
             )
             for number in range(max(sampling.num_samples, 1))
@@ -453,6 +465,9 @@ class Generator:
             remedy = "give end_ids"
             problem = "is text, and the model has no tokenizer"
             problems.append(Problem("stop", sampling.stop, problem, remedy))
+        if sampling.experts and not self.has_experts:
+            problem, remedy = "asks a model that has none", "leave it False"
+            problems.append(Problem("experts", True, problem, remedy))
         if problems:
             raise ConfigError(*problems)
         streams = []
@@ -480,6 +495,12 @@ class Generator:
 
     def _cancel(self, ticket: Ticket) -> None:
         self._worker.cancel(ticket)
+
+
+def _salt_of(config: schema.Model, num_given: int, sampling: Sampling) -> bytes:
+    """Names what pages depend on besides the tokens: experts have to be there, too."""
+    salt = salt_of(config, num_given, sampling.max_new_tokens)
+    return salt + b" experts" if sampling.experts else salt
 
 
 def _id_problems(prompt: Given, ids: list[int], size: int) -> Iterator[Problem]:
@@ -512,6 +533,7 @@ def _join(
         finish_reason=deltas[-1].finish_reason or "abort",
         logprobs=logprobs,
         best=best,
+        experts=deltas[-1].experts,
         **scores,
     )
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from zjax.generation.chunks import Chunks, batch_of, split_tokens
 from zjax.generation.dtypes import COMPUTE, CacheDtype, Dtypes
@@ -59,8 +59,9 @@ class Head(NamedTuple):
         return cls(score, continuation.log_partition)
 
 
-DIMS_OF_ROWS = Chosen._make([1, 1, 1, 1, 0])
-"""Dim of rows or chunks of each array of `Chosen`, and of all arrays of `prompt`."""
+DIMS_OF_ROWS = Chosen._make([1, 1, 1, 1, 0, 1])
+"""Dim of rows or chunks of each array of `Chosen`, and of all arrays of `prompt` and of
+`experts`."""
 
 
 class Rows(NamedTuple):
@@ -110,7 +111,7 @@ class Reader:
         self.continuation: Continuation = stack.continuation
         # Made once: a function traced for one block serves all blocks of the segment.
         self._runs = [
-            jax.jit(functools.partial(_run_block, *each), static_argnums=0)
+            jax.jit(functools.partial(_run_block, *each), static_argnums=(0, 1))
             for each in zip(stack.segments, stack.continuation.blocks, strict=True)
         ]
 
@@ -152,16 +153,23 @@ class Reader:
         caches: Any,
         parts: Sequence[Chunks],
         attend: AttendTo = attend,
-    ) -> tuple[Float[Array, "N 1 M"], Any]:
-        """Runs all tokens of a pass; returns the stream and the caches of blocks."""
+        *,
+        records: bool = False,
+    ) -> tuple[Float[Array, "N 1 M"], Any, list[Integer[Array, "N 1 K"]]]:
+        """Runs all tokens of a pass; returns the stream and the caches of blocks.
+
+        With `records` also the experts of all tokens, for each layer with experts.
+        """
         carry, context = self.continuation.embed(weights.embed, batch_of(parts))
-        updated = []
+        updated, chosen = [], []
         blocks = zip(self.segments(), weights.blocks, caches, strict=True)
         for number, *inputs in blocks:
             run = self._runs[number]
-            carry, cache = run(attend, carry, context, tuple(parts), *inputs)
+            inputs = carry, context, tuple(parts), *inputs
+            carry, cache, found = run(attend, records, *inputs)
             updated.append(cache)
-        return carry, tuple(updated)
+            chosen += found
+        return carry, tuple(updated), chosen
 
     def segments(self) -> list[int]:
         """Returns the number of the segment of each block."""
@@ -192,17 +200,20 @@ class Reader:
         )
 
 
-def _run_block(segment: Segment, block, attend, carry, context, parts, params, caches):
-    """Runs one block; returns the stream and the caches of the layers."""
-    attend = functools.partial(attend, parts)
+def _run_block(
+    segment: Segment, block, attend, records, carry, context, parts, params, caches
+):
+    """Runs one block; returns the stream, the caches and the experts of the layers."""
+    attend, chosen = functools.partial(attend, parts), []
     if segment.tiles is None:
-        (carry, _), caches = block(params, carry, context, attend, caches)
-        return carry, caches
+        record = chosen.append if records else None
+        (carry, _), caches = block(params, carry, context, attend, caches, record)
+        return carry, caches, chosen
     trunk, tiles = segment.tiles.split(params)
     (carry, entering), caches = block(trunk, carry, context, attend, caches)
     for tile in tiles:
         carry = segment.tiles.add(carry, segment.tiles.tile(tile, entering, None))
-    return carry, caches
+    return carry, caches, chosen  # a layer of tiles has no experts
 
 
 @dtype_promotion()
@@ -222,9 +233,22 @@ def run_pass(
     drafts. A pass with drafts has lanes alone.
     """
     parts = lay_chunks(history, rows, pieces, sizes)
-    stream, caches = reader.read(weights, caches, parts)
+    records = pieces[0].records is not None
+    stream, caches, experts = reader.read(weights, caches, parts, records=records)
     head = Head.of(reader.continuation, weights.head)
-    return caches, *score_and_choose(head, parts, stream, history, rows, pieces)
+    history, chosen = score_and_choose(head, parts, stream, history, rows, pieces)
+    if records:
+        chosen = chosen._replace(experts=lay_experts(parts, experts))
+    return caches, history, chosen
+
+
+def lay_experts(
+    parts: Sequence[Chunks], experts: Sequence[Integer[Array, "N 1 K"]]
+) -> tuple[Integer[Array, "1 C T layers K"], ...]:
+    """Joins the experts of layers, and splits tokens into chunks; see `Chosen`."""
+    dtype = max((x.dtype for x in experts), key=lambda dtype: dtype.itemsize)
+    joined = jnp.stack([x.astype(dtype) for x in experts], axis=2)
+    return tuple(pin_everywhere(x[None]) for x in split_tokens(parts, joined))
 
 
 def score_and_choose(

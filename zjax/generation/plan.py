@@ -5,6 +5,7 @@ pages are numbered on each shard.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple
 
@@ -49,6 +50,11 @@ class Size(NamedTuple):
         shard, place = divmod(column, self.lanes + self.chunks)
         return shard * self.chunks + place - self.lanes
 
+    def lane_at(self, column: int) -> int | None:
+        """Returns the lane, among the lanes of all shards, of a column of results."""
+        shard, place = divmod(column, self.lanes + self.chunks)
+        return shard * self.lanes + place if place < self.lanes else None
+
 
 class Pieces(NamedTuple):
     """C pieces of sequences, of up to T tokens each: lanes, or chunks of prompts.
@@ -75,6 +81,9 @@ class Pieces(NamedTuple):
     num_best: Int[Given, " C"] | None = None
     """Most likely tokens to find behind each token of a chunk, -1 to score none of the
     tokens; None if the pass scores no prompt, which is another program."""
+    records: Bool[Given, " C"] | None = None
+    """Whether the experts of the tokens are wanted; None if the pass returns none, which
+    is another program. The device returns the experts of all pieces."""
 
     @property
     def num_drafts(self) -> int:
@@ -85,7 +94,9 @@ class Pieces(NamedTuple):
         """Returns the one token that each lane reads in a step."""
         is_read = step < self.counts
         counts = is_read.astype(np.int32)
-        return Pieces(self.slots, self.starts + step, counts, is_read, self.drafts)
+        starts, records = self.starts + step, self.records
+        fields = self.slots, starts, counts, is_read, self.drafts
+        return Pieces(*fields, records=records)
 
 
 class Task(NamedTuple):
@@ -111,6 +122,13 @@ class Task(NamedTuple):
         end = min(self.start + self.num_tokens, len(self.sequence.prompt))
         return range(self.start, end)
 
+    @property
+    def recorded(self) -> range:
+        """Positions of the tokens of which the experts are wanted."""
+        if not self.sequence.records:
+            return _NO_POSITION
+        return range(self.start, self.start + self.num_tokens)
+
 
 class Place(NamedTuple):
     """Place of what a pass adds to a sequence among the results of the pass."""
@@ -122,6 +140,8 @@ class Place(NamedTuple):
     """New tokens, from the first step on; with drafts the most that may come."""
     scored: range = _NO_POSITION
     """Positions of the prompt behind which the chunk scores a token."""
+    recorded: range = _NO_POSITION
+    """Positions of the tokens of which the experts are wanted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +158,8 @@ class Plan:
             written again, and is the array of the previous plan if no page has changed.
         admitted: Slots of each shard with a new owner; the engine sets the slots before
             the pass, with all tokens that the sequence has.
-        places: Places of new tokens and scored tokens in the results; the places of a
-            sequence are adjacent, in the order of the tokens.
+        places: Places of new tokens, scored tokens and experts in the results; the
+            places of a sequence are adjacent, in the order of the tokens.
     """
 
     number: int
@@ -152,7 +172,12 @@ class Plan:
 
 
 def lay_tasks(
-    shards: List[List[Task]], num_pieces: int, no_slot: int, num_drafts: int = 0
+    shards: List[List[Task]],
+    num_pieces: int,
+    no_slot: int,
+    num_drafts: int = 0,
+    *,
+    records: bool = False,
 ) -> Pieces:
     """Lays the tasks of each shard into the arrays of a pass, in order."""
     tasks = [task for each in shards for task in each]
@@ -175,7 +200,10 @@ def lay_tasks(
     for place, task in zip(places, tasks, strict=True) if num_drafts else ():
         drafts[place, : len(task.drafts)] = task.drafts
     scores = any(task.num_best >= 0 for task in tasks)
-    return Pieces(slots, starts, counts, ends, drafts, num_best if scores else None)
+    recorded = np.zeros(num_pieces, bool)
+    recorded[places] = [task.sequence.records for task in tasks]
+    optional = num_best if scores else None, recorded if records else None
+    return Pieces(slots, starts, counts, ends, drafts, *optional)
 
 
 def lay_plan(
@@ -189,11 +217,13 @@ def lay_plan(
 ) -> Plan:
     """Lays the tasks of all shards into the arrays of a pass."""
     no_slot = len(tables[0]) - 1
+    tasks = itertools.chain(*lanes, *chunks)
+    records = any(task.sequence.records for task in tasks)
     return Plan(
         number=number,
         size=size,
-        lanes=lay_tasks(lanes, size.lanes, no_slot, size.width - 1),
-        chunks=lay_tasks(chunks, size.chunks, no_slot),
+        lanes=lay_tasks(lanes, size.lanes, no_slot, size.width - 1, records=records),
+        chunks=lay_tasks(chunks, size.chunks, no_slot, records=records),
         tables=tuple(tables),
         admitted=tuple(
             tuple((x.slot, x) for x in each if x.slot is not None) for each in admitted
@@ -205,7 +235,7 @@ def lay_plan(
 def find_places(
     lanes: List[List[Task]], chunks: List[List[Task]], size: Size
 ) -> tuple[Place, ...]:
-    """Returns the places of all new tokens, and of scored tokens of prompts."""
+    """Returns the places of all new tokens, scored tokens and experts."""
     num_columns = size.lanes + size.chunks
     columns = [
         column
@@ -214,7 +244,7 @@ def find_places(
         for column in enumerate(tasks, start=shard * num_columns + first)
     ]
     return tuple(
-        Place(task.sequence, column, task.num_new, task.scored)
+        Place(task.sequence, column, task.num_new, task.scored, task.recorded)
         for column, task in columns
-        if task.num_new or task.scored
+        if task.num_new or task.scored or task.recorded
     )

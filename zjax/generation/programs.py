@@ -162,7 +162,7 @@ class Programs:
         several = not mesh.empty and mesh.size > 1
         self._is_alone = several and jax.default_backend() == "cpu"
         self._compiling: dict[Any, concurrent.futures.Future[Any]] = {}
-        self._scores_prompts = False
+        self._scores_prompts = self._records = False
         self._is_closed = False
 
     def remember(self, slots: np.ndarray, tokens: Sequence[np.ndarray]) -> None:
@@ -194,7 +194,7 @@ class Programs:
         started = self._compiling.pop((_shape_of(pieces), num_steps), None)
         if started is not None:
             started.result()
-        self._log_scores(pieces)
+        self._log_programs(pieces)
         run, inputs = self._program(rows, pieces, sizes, num_steps)
         results = run(*inputs)
         self._caches, self._history.tokens, chosen = results
@@ -211,12 +211,16 @@ class Programs:
         for started in list(self._compiling.values()):
             started.cancel()
 
-    def _log_scores(self, pieces: Sequence[Pieces]) -> None:
-        """Logs once that requests wait for the program that scores prompts."""
+    def _log_programs(self, pieces: Sequence[Pieces]) -> None:
+        """Logs once that requests wait for programs that few requests need."""
         if not self._scores_prompts and pieces[-1].num_best is not None:
             self._scores_prompts = True
             text = "text: compiling the pass that scores prompts, for the first request"
             logging.info("%s with prompt_logprobs", text)
+        if not self._records and pieces[0].records is not None:
+            self._records = True
+            text = "text: compiling the passes that return experts, for the first"
+            logging.info("%s request with experts", text)
 
     def _program(
         self, rows: Rows, pieces: Sequence[Pieces], sizes: Sequence[int], num_steps: int
@@ -295,9 +299,9 @@ def layer_page_bytes(reader: Reader, weights: Weights, page_size: int) -> list[i
     return [sum(map(bytes_on_device, x.stored)) for layers in blocks for x in layers]
 
 
-def _shape_of(pieces: Sequence[Pieces]) -> tuple[tuple[int, ...], ...]:
+def _shape_of(pieces: Sequence[Pieces]) -> tuple[Any, ...]:
     """Returns the number of pieces of each kind, with the number of drafts."""
-    return tuple(piece.drafts.shape for piece in pieces)
+    return tuple((x.drafts.shape, x.records is None) for x in pieces)
 
 
 @functools.cache

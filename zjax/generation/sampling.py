@@ -66,6 +66,8 @@ class Sampling:
         prompt_logprobs: Number of most likely tokens, 0 to 20, to return at each place
             of the prompt beside the token there, all with log-probabilities by the
             model's distribution. None returns no scores of the prompt.
+        experts: Whether the experts that each token chose are returned, of a model with
+            experts.
 
     Raises:
         ConfigError: A setting is no number, no ids, or no texts.
@@ -99,6 +101,7 @@ class Sampling:
     num_logprobs: int | None = None
     filtered_logprobs: bool = False
     prompt_logprobs: int | None = None
+    experts: bool = False
 
     def __post_init__(self) -> None:
         # The thread of a generator would fail, and end the texts of all requests.
@@ -151,6 +154,8 @@ def _type_problems(sampling: Sampling) -> Iterator[Problem]:
         value = getattr(sampling, name)
         if not isinstance(value, numbers.Real):
             yield Problem(name, value, "is no number", "use one, such as 1.0")
+    if not isinstance(sampling.experts, bool):
+        yield Problem("experts", sampling.experts, "is no bool", "use True or False")
     ids = {"forbidden_ids": sampling.forbidden_ids, "end_ids": sampling.end_ids or ()}
     for name, value in ids.items():
         if not _are(numbers.Integral, value):
@@ -365,6 +370,10 @@ class Chosen(NamedTuple):
     best_logprobs: Float32[Array, "*T R N"]
     prompt: Logprobs | None = None
     """Of the token behind each token of a chunk; None in passes that score none."""
+    experts: tuple[Any, ...] | None = None
+    """Of the T tokens that C lanes, and C chunks, read in each of S steps, best first:
+    uint8 or int16 [S, C, T, layers with experts, experts of a token]; None in passes that
+    return none."""
 
 
 def choose_tokens(

@@ -203,7 +203,8 @@ class Scheduler:
             if plan.size.width > 1:
                 self._num_drafts += num_pending - 1
                 self._num_accepted_drafts += len(new) - 1
-            if sequence.finish_reason is not None:
+            gives = num_pending or places[0].scored
+            if sequence.finish_reason is not None or not gives:
                 continue
             sequence.num_pending -= num_pending
             scored = _take_scores(places, plan.size) if places[0].scored else ()

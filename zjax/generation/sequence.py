@@ -26,6 +26,7 @@ class Sequence:
             length of the whole text needs one.
         prompt_logprobs: Most likely tokens to find at each place of the prompt, beside
             the log-probability of the token; None scores no token of the prompt.
+        records: Whether the experts of the tokens are wanted.
         request: What the caller wants to find again; the scheduler does not read it.
 
     Attributes:
@@ -44,6 +45,9 @@ class Sequence:
         pages: Pages of the cache, in order of positions.
         num_behind: First pages, of which no token to come sees a key: the sequence does
             not hold them, and `pages` has the sink in their place.
+        experts: Experts of the tokens that have been read, uint8 or int16 [tokens,
+            layers with experts, experts of a token], with rows for tokens to come; None
+            before a pass has returned some.
         finish_reason: `stop`, `length`, `abort` or a reason of the caller; None before
             the end.
 
@@ -60,6 +64,7 @@ class Sequence:
     is_streamed: bool = False
     salt: bytes = b""
     prompt_logprobs: int | None = None
+    records: bool = False
     request: Any = None
     tokens: list[int] = dataclasses.field(init=False)
     num_planned: int = dataclasses.field(default=0, init=False)
@@ -72,6 +77,7 @@ class Sequence:
     shard: int = dataclasses.field(default=0, init=False)
     pages: list[int] = dataclasses.field(default_factory=list, init=False)
     num_behind: int = dataclasses.field(default=0, init=False)
+    experts: Any = dataclasses.field(default=None, init=False)
     finish_reason: str | None = dataclasses.field(default=None, init=False)
     _keys: list[bytes] = dataclasses.field(default_factory=list, init=False)
 

@@ -171,6 +171,8 @@ class Slots:
 
     def _keys_to_find(self, sequence: Sequence) -> list[bytes]:
         """Returns the keys of pages that the cache may supply."""
+        if sequence.records and self.pool.window:
+            return []  # pages behind the window are gone, and the experts with them
         keys = sequence.keys(self.pool.page_size)
         return keys[: sequence.num_reusable // self.pool.page_size]
 

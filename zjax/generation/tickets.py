@@ -37,6 +37,9 @@ class Delta(NamedTuple):
     """Log-probabilities of the next tokens of the prompt, from the second token on, as
     `Sampling.prompt_logprobs` asks. They come with sample 0, before the text of the
     sample."""
+    experts: np.ndarray | None = None
+    """Experts of all tokens of prompt and text but the last, as `Text.experts`, with the
+    last delta of a text."""
 
 
 class Ticket:
@@ -144,7 +147,15 @@ class Ticket:
             news.best_logprobs[:size, :best],
             reason,
             prompt,
+            self._cut_experts(news, size) if reason else None,
         )
+
+    def _cut_experts(self, news: News, size: int) -> np.ndarray | None:
+        """Copies the experts of a text that ends with the first `size` new tokens."""
+        if news.experts is None:
+            return None
+        # Of a longer array, which is freed.
+        return news.experts[: len(news.experts) - len(news.tokens) + size].copy()
 
 
 def wake(tickets: Iterable[Ticket]) -> None:

@@ -22,7 +22,7 @@ from zjax.parallel import tensor
 from zjax.parallel.sequence import by_chunks, sequence_attention
 from zjax.settings import mixture, schema
 from zjax.stack.forward import combine
-from zjax.typing import Auxiliary
+from zjax.typing import Auxiliary, RecordExperts
 
 
 class Block(nnx.Module):
@@ -106,17 +106,22 @@ class Block(nnx.Module):
         return self._add_mlp(x, y, _keys(key)[1]), auxiliary
 
     def continue_with(
-        self, attend: layers.Attend, x: Float[Array, "B L M"], context: Context
+        self,
+        attend: layers.Attend,
+        x: Float[Array, "B L M"],
+        context: Context,
+        record: RecordExperts | None = None,
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Transforms the stream with a given attention; returns stream and cache.
 
         Only rotation and token mask of the context are read. Experts drop no tokens, so
-        that the text of a row does not depend on other rows.
+        that the text of a row does not depend on other rows. A mixture tells `record`
+        the experts of each token.
         """
         x, cache = self._attend(attend, x, context, None)
         y = self._norm_input(self.mlp_norm, x)
         if isinstance(self.mlp, MixtureOfExperts):
-            y, _ = self.mlp(y, context.token_mask, drops=False)
+            y, _ = self.mlp(y, context.token_mask, drops=False, record=record)
         else:
             y = self.mlp(y)
         return self._add_mlp(x, y, None), cache

@@ -17,7 +17,7 @@ from zjax.ops import invariant
 from zjax.ops.attention import Bounds
 from zjax.ops.narrow import WeightDtype
 from zjax.ops.sparse import Sparse
-from zjax.typing import Continuation, Params, Stack, logsumexp
+from zjax.typing import Continuation, Params, RecordExperts, Stack, logsumexp
 
 
 class How(NamedTuple):
@@ -81,9 +81,9 @@ def _continuation(
         is_tiled = config.mlp_tiles > 1
         graph, _ = nnx.split(without_tiles(blocks) if is_tiled else blocks)
 
-        def read(params, carry, context, attend, caches):
+        def read(params, carry, context, attend, caches, record=None):
             block = nnx.merge(graph, params)
-            return _read(block, carry, context, attend, caches, is_tiled)
+            return _read(block, carry, context, attend, caches, is_tiled, record)
 
         return read
 
@@ -111,6 +111,7 @@ def _read(
     attend: AttendTo,
     caches: tuple[Any, ...],
     is_tiled: bool,
+    record: RecordExperts | None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs tokens through the layers of a block; see `Continuation.blocks`."""
     updated, stream = [], (x, ())
@@ -128,7 +129,7 @@ def _read(
         if is_tiled:
             stream, cache = layer.trunk_with(attend_to, stream[0], context)
         else:
-            x, cache = layer.continue_with(attend_to, stream[0], context)
+            x, cache = layer.continue_with(attend_to, stream[0], context, record)
             stream = x, ()
         updated.append(cache)
     return stream, tuple(updated)

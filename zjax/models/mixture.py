@@ -23,6 +23,7 @@ from zjax.moe.experts import Activation, Experts, apply_experts
 from zjax.moe.few_rows import (
     MAX_ROWS,
     chooses_in_kernel,
+    chosen_by,
     mix_few_rows,
     router_kernel,
 )
@@ -34,7 +35,7 @@ from zjax.parallel import tensor
 from zjax.settings import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import first_row, open_size
-from zjax.typing import Auxiliary
+from zjax.typing import Auxiliary, RecordExperts
 
 ROUTER_INIT = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
 """Switch's initialiser, with a tenth of the usual variance."""
@@ -209,18 +210,19 @@ class MixtureOfExperts(nnx.Module):
         given: Int[Array, "B L K"] | None = None,
         drops: bool = True,
         adapter_dropout: layers.AdapterDropout | None = None,
+        record: RecordExperts | None = None,
     ) -> tuple[Any, Auxiliary]:
         """Transforms each token; returns outputs, and losses, metrics and load.
 
         `counts` is False for padding, which no expert computes. `trained` is False for
         tokens that losses, metrics and load leave out. Experts `given` take the place
         of the router's choice, except -1. A key of None means evaluation. Few tokens
-        have no losses, metrics and load.
+        have no losses, metrics and load. `record` is told the experts of each token.
         """
         if self.streams:
             rows = x.x if isinstance(x, layers.Normalized) else x
             if rows.size // rows.shape[-1] <= MAX_ROWS:
-                return self._mix_few_rows(x, counts), Auxiliary()
+                return self._mix_few_rows(x, counts, record), Auxiliary()
             x = x.apply() if isinstance(x, layers.Normalized) else x
         assert not isinstance(x, layers.Normalized)
         settings = dataclasses.replace(self.settings, invariant=self.invariant)
@@ -241,10 +243,13 @@ class MixtureOfExperts(nnx.Module):
             trained=trained,
             given=given,
             key=key,
+            record=record,
         )
         return self._add_branches(x, y, adapter_dropout), auxiliary
 
-    def _mix_few_rows(self, x: Any, counts: jax.Array | None) -> Any:
+    def _mix_few_rows(
+        self, x: Any, counts: jax.Array | None, record: RecordExperts | None
+    ) -> Any:
         """Transforms few tokens, by kernels that read the chosen experts alone."""
         activation = self.config.activation
         assert activation in ("swiglu", "clamped_swiglu", "gelu")
@@ -260,6 +265,7 @@ class MixtureOfExperts(nnx.Module):
             activation=activation,
             counts=counts,
             norm=norm,
+            record=record,
         )
         return Deferred(run) if self.defers else self._add_branches(x, run(), None)
 
@@ -301,13 +307,12 @@ def mix_tokens(
     trained: Bool[Array, "B L"] | None = None,
     given: Int[Array, "B L K"] | None = None,
     key: jax.Array | None = None,
+    record: RecordExperts | None = None,
 ) -> tuple[Float[Array, "B L M"], Auxiliary]:
     """Routes each device's tokens; masks and results are as of `MixtureOfExperts`."""
     placement = Placement.of(settings.num_experts, experts.down.shape[1])
 
-    def run(
-        x: jax.Array, masks: Any, weights: Any, shard: Any
-    ) -> tuple[jax.Array, Any]:
+    def run(x: jax.Array, masks: Any, weights: Any, shard: Any) -> tuple[Any, Any]:
         router, experts, key = weights
         counts, trained, given = masks
         experts = experts.joined(placement)
@@ -320,12 +325,27 @@ def mix_tokens(
         if trained is not None:
             # After the experts: untrained tokens are computed, and only not measured.
             routing = routing.only(trained.ravel())
-        return y.reshape(x.shape), _measure(routing, moe, len(x))
+        chosen = routing.experts if record else None
+        return _results(x, y, chosen, settings), _measure(routing, moe, len(x))
 
     parts, specs = experts.parted(placement)
     weights, specs = (router, parts, key), (P(), specs, P())
-    y, numbers = tensor.map_tokens(run, x, (counts, trained, given), weights, specs)
+    masks = counts, trained, given
+    (y, *chosen), numbers = tensor.map_tokens(run, x, masks, weights, specs)
+    if record:
+        record(*chosen)
     return y, _auxiliary(numbers, moe)
+
+
+def _results(
+    x: jax.Array, y: jax.Array, experts: Any, settings: Router
+) -> tuple[jax.Array, ...]:
+    """Shapes sums, and experts unless None, of tokens as the stream `x`."""
+    y = y.reshape(x.shape)
+    if experts is None:
+        return (y,)
+    dtype = jnp.uint8 if settings.num_experts <= 256 else jnp.int16
+    return y, experts.astype(dtype).reshape(*x.shape[:-1], -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,6 +373,7 @@ def mix_few_tokens(
     counts: Bool[Array, "B L"] | None = None,
     norm: tuple[jax.Array, float] | None = None,
     residual: Float[Array, "B L M"] | None = None,
+    record: RecordExperts | None = None,
 ) -> Float[Array, "B L M"]:
     """Applies `mix_few_rows` to each device's tokens, with the device's channels."""
     placement = Placement.of(settings.num_experts, experts.down.shape[1])
@@ -361,7 +382,7 @@ def mix_few_tokens(
         del shard
         (counts, residual), (router, experts, scale) = masks, weights
         rows = x.reshape(-1, x.shape[-1])
-        y = mix_few_rows(
+        y, choice = mix_few_rows(
             rows,
             router,
             experts.joined(placement),
@@ -371,12 +392,16 @@ def mix_few_tokens(
             norm=None if norm is None else (scale, norm[1]),
             residual=None if residual is None else residual.reshape(rows.shape),
         )
-        return y.reshape(x.shape), ()
+        chosen = chosen_by(choice, settings, len(rows)) if record else None
+        return _results(x, y, chosen, settings), ()
 
     parts, specs = experts.parted(placement)
     weights = router, parts, None if norm is None else norm[0]
-    masks = counts, residual
-    return tensor.map_tokens(run, x, masks, weights, (P(), specs, P()))[0]
+    masks, specs = (counts, residual), (P(), specs, P())
+    (y, *chosen), _ = tensor.map_tokens(run, x, masks, weights, specs)
+    if record:
+        record(*chosen)
+    return y
 
 
 def chosen_experts(

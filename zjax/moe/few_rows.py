@@ -6,7 +6,7 @@ that the row did not choose.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from zjax.moe.experts import Experts
 from zjax.moe.router import Router, RouterArrays, route, router_logits
@@ -29,7 +29,7 @@ def mix_few_rows(
     token_mask: Bool[Array, " N"] | None = None,
     norm: Norm = None,
     residual: Float[Array, "N M"] | None = None,
-) -> Float[Array, "N M"]:
+) -> tuple[Float[Array, "N M"], Choice]:
     """Adds up the outputs of each token's experts by their weights.
 
     Args:
@@ -45,7 +45,8 @@ def mix_few_rows(
         residual: Term of the result, for experts that are not split; None for none.
 
     Returns:
-        Sums in the dtype of `x`, added up in float32. There is no gradient.
+        Sums in the dtype of `x`, added up in float32, and the choice. There is no
+        gradient.
     """
     choose = _choose if chooses_in_kernel(settings) else _route
     choice = choose(x, router, settings, token_mask, norm)
@@ -61,7 +62,13 @@ def mix_few_rows(
         down_bias=experts.first_bias(),
         early=True,
     )
-    return jax.lax.psum(y, experts.split) if experts.split else y
+    return jax.lax.psum(y, experts.split) if experts.split else y, choice
+
+
+def chosen_by(choice: Choice, settings: Router, num_rows: int) -> Int[Array, "N K"]:
+    """Returns the experts of each row of a choice, the largest weight first."""
+    gates = choice.gates[: settings.num_experts, :num_rows]
+    return jax.lax.top_k(gates.T, settings.top_k)[1]
 
 
 def chooses_in_kernel(settings: Router) -> bool:

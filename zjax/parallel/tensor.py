@@ -144,19 +144,20 @@ def by_parts(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def map_tokens(
-    run: Callable[..., tuple[jax.Array, Any]],
+    run: Callable[..., tuple[Any, Any]],
     x: Float[Array, "B L M"],
     masks: Any,
     weights: Any,
     specs: Any,
-) -> tuple[Float[Array, "B L M"], Any]:
+) -> tuple[Any, Any]:
     """Runs a function that compares tokens, such as a router, on each device's tokens.
 
-    `run(x, masks, weights, part)` returns the stream and numbers; `part` counts the
-    parts of the length. Numbers get a first dim of devices.
+    `run(x, masks, weights, part)` returns arrays [B, L, N] of tokens, such as the
+    stream, and numbers; `part` counts the parts of the length. Numbers get a first dim
+    of devices.
     """
 
-    def region(*operands: Any) -> tuple[jax.Array, Any]:
+    def region(*operands: Any) -> tuple[Any, Any]:
         part = jax.lax.axis_index(split.length) if split.length else 0
         y, numbers = run(*operands, part)
         # Concatenated over devices, as replicated results would have to be equal.

@@ -26,6 +26,8 @@ class Minibatches:
         constant: Length of `constant_mean`; 0 for others.
         num_epochs: Times that a text is learned from.
         seed: Seed of the order of texts.
+        experts: Number of layers with experts, and of experts of a token; empty for a
+            model without experts.
     """
 
     num_texts: int
@@ -35,6 +37,7 @@ class Minibatches:
     constant: int
     num_epochs: int
     seed: int
+    experts: tuple[int, ...] = ()
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -106,10 +109,13 @@ class Minibatches:
         Args:
             arrays: Names of arrays of tokens under `rl` besides those of `pack`.
         """
-        packed = self.pack([_Token()], [0.0], {}, [0])
+        experts = np.zeros((1, *self.experts), np.int16) if self.experts else None
+        packed = self.pack([_Token(experts=experts)], [0.0], {}, [0])
         shape = self.row_counts[-1], self.length
         batch = packed.with_arrays(**{x: packed.batch["weights"] for x in arrays}).batch
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype), batch)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((*shape, *x.shape[2:]), x.dtype), batch
+        )
 
 
 class _Token(NamedTuple):
@@ -118,4 +124,4 @@ class _Token(NamedTuple):
     prompt_ids: tuple[int, ...] = (0,)
     ids: np.ndarray = np.zeros(1, np.int32)
     logprobs: np.ndarray = np.zeros(1, np.float32)
-    experts: None = None
+    experts: np.ndarray | None = None

@@ -95,14 +95,20 @@ def on_packed_rows(model: Model, config: Config, needed: Sequence[str]) -> Model
         **{f"rl/{name}": optional for name in ARRAYS},
         **{f"rl/{name}": array for name in needed},
     }
-    if isinstance(moe := config.model.moe, schema.TokenChoice):
-        shape = ("B", "L", len(mixture_places(config.model)), moe.top_k)
-        entries["experts"] = Entry(shape, np.integer, is_optional=True)
+    if sizes := sizes_of_experts(config.model):
+        entries["experts"] = Entry(("B", "L", *sizes), np.integer, is_optional=True)
     row = jax.ShapeDtypeStruct((1, config.data.length), jnp.float32)
     arrays = {"weights": row, "rl": dict.fromkeys(needed, row)}
     return dataclasses.replace(
         model, entries=entries, inputs={**(model.inputs or {}), **arrays}
     )
+
+
+def sizes_of_experts(model: schema.Model) -> tuple[int, ...]:
+    """Numbers of layers with experts and of experts of a token; nothing without."""
+    if not isinstance(moe := model.moe, schema.TokenChoice):
+        return ()
+    return len(mixture_places(model)), moe.top_k
 
 
 def policy_loss(

@@ -77,6 +77,8 @@ class Sampler:
             max_rows=min(MAX_ROWS, -(-num_texts // num_shards)),
             max_length=self._max_length,
         ) as generator:
+            # Training routes the tokens to the experts that drew them.
+            sampling = dataclasses.replace(sampling, experts=generator.has_experts)
             texts = generator.generate(
                 [prompt.ids for prompt in given],
                 sampling,
@@ -95,6 +97,7 @@ class Sampler:
                 text=text.text,
                 step=step,
                 row=given[text.prompt].row,
+                experts=text.experts,
                 sampling=described,
             )
             for text in texts

@@ -17,7 +17,7 @@ from zjax.generation.sampling import Sampling
 from zjax.rl.groups import Experience
 from zjax.rl.judges import Judges, check_judges
 from zjax.rl.minibatches import Minibatches
-from zjax.rl.policy import policy_model
+from zjax.rl.policy import policy_model, sizes_of_experts
 from zjax.rl.prompts import PromptSet, read_rows
 from zjax.rl.recipes import (
     aggregation_of,
@@ -157,6 +157,7 @@ class Trainer(training.Trainer):
             constant=self._settings.rollout.max_new_tokens if is_constant else 0,
             num_epochs=self._settings.num_epochs,
             seed=config.seed,
+            experts=sizes_of_experts(config.model),
         )
 
     def _make_loader(self) -> Updates:
