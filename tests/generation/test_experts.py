@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support import language
+from tests.support import features, language
 from tests.support.refusals import config_error
 from zjax.generation import drafts
 from zjax.generation.engine import Engine, Request
@@ -66,7 +66,7 @@ class Written:
         shapes = {"num_slots": ROWS, "max_length": LENGTH}
         passes = decoder.passes(num_pages=PAGES, page_size=PAGE, **shapes)
         sizes = [Size(ROWS), Size(ROWS, 2), Size(ROWS, steps=steps)]
-        sizes = sizes[:2] + [Size(ROWS, width=width)] if width > 1 else sizes
+        sizes = [*sizes[:2], Size(ROWS, width=width)] if width > 1 else sizes
         pool = Pool(num_pages, PAGE, window)
         self.scheduler = Scheduler([pool], ROWS, LENGTH, sizes, chunk_size=chunk_size)
         self.engine = Engine(passes, self.scheduler)
@@ -173,9 +173,33 @@ def test_experts_come_with_texts_and_are_told(caplog, compiled_ahead):
         np.testing.assert_array_equal(text.experts, wanted)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "mesh.data=2 mesh.tensor=2",
+        "mesh.data=2 mesh.expert=2",
+        features.HOST + "zero.stage=2 mesh.data=2",
+    ],
+    ids=["tensor", "expert", "host"],
+)
+def test_experts_do_not_depend_on_the_mesh(settings):
+    config = features.config_of(features.LLAMA + features.EXPERTS + settings)
+    run = features.start(config, features.num_devices(config))
+    prompts = [SHARED[:5], SHARED[:9], SHARED[:3]]
+    with Generator(run, run.state, max_rows=2) as generator:
+        sampling = Sampling(max_new_tokens=3, experts=True)
+        texts = generator.generate(prompts, sampling)
+    model = run.bind(run.state)
+    for text in texts:
+        wanted = experts_of(model, [*text.prompt_ids, *text.ids])
+        np.testing.assert_array_equal(text.experts, wanted)
+
+
 def test_experts_of_a_model_without_are_refused():
-    with Generator(language.make_language_model(LLAMA), max_rows=1) as generator:
-        error = config_error(generator.check, [[3]], Sampling(experts=True))
-    assert error == "experts=True asks a model that has none; leave it False"
-    error = config_error(Sampling, experts=1)
-    assert error == "experts=1 is no bool; use True or False"
+    with (
+        Generator(language.make_language_model(LLAMA), max_rows=1) as generator,
+        config_error("experts=True asks a model that has none; leave it False"),
+    ):
+        generator.check([[3]], Sampling(experts=True))
+    with config_error("experts=1 is no bool; use True or False"):
+        Sampling(experts=1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zjax.moe.experts import Experts, apply_experts
-from zjax.moe.few_rows import chooses_in_kernel, mix_few_rows, router_kernel
+from zjax.moe.few_rows import chooses_in_kernel, chosen_by, mix_few_rows, router_kernel
 from zjax.moe.router import Router, RouterArrays, route, router_logits
 from zjax_kernels import choose_experts, lay_router
 
@@ -106,8 +106,10 @@ def test_outputs_are_those_of_training(name, mask, activation):
     logits = router_logits(x, given.kernel, bias=given.logit_bias)
     routing = route(logits, settings, bias=given.bias, counts=MASKS[mask])
     expected = apply_experts(x, experts, routing, activation=activation)
-    found = jax.jit(
-        lambda x: mix_few_rows(
+
+    @jax.jit
+    def mix(x):
+        found, choice = mix_few_rows(
             x,
             laid,
             experts,
@@ -116,8 +118,14 @@ def test_outputs_are_those_of_training(name, mask, activation):
             token_mask=MASKS[mask],
             residual=x,
         )
-    )(x)
+        return found, chosen_by(choice, settings, len(x))
+
+    found, chosen = mix(x)
     np.testing.assert_allclose(found - x, expected, rtol=1e-4, atol=1e-4)
+    # The router ranks by the bias, too, which is no part of a weight.
+    counts = slice(None) if MASKS[mask] is None else MASKS[mask]
+    pair = (np.sort(each, axis=1)[counts] for each in (chosen, routing.experts))
+    np.testing.assert_array_equal(*pair)
 
 
 def test_padding_reads_no_expert():
@@ -131,7 +139,7 @@ def test_padding_reads_no_expert():
     assert not is_chosen.all()
     up, down = draw(EXPERTS, WIDTH, 2 * HIDDEN), draw(EXPERTS, HIDDEN, WIDTH)
     hidden = [jnp.where(is_chosen[:, None, None], y, jnp.nan) for y in (up, down)]
-    found = mix_few_rows(
+    found, _ = mix_few_rows(
         x,
         laid,
         Experts(*hidden),

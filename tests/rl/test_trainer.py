@@ -373,6 +373,24 @@ def test_texts_are_of_the_weights_that_learn_beside_an_average(tmp_path):
     trainer.close()
 
 
+def test_the_trainer_replays_the_experts_of_the_sampler(tmp_path, monkeypatch):
+    """Fails if texts come without experts, or the trainer has its own program."""
+    batches = []
+
+    def look(step, state, batch, metrics):
+        batches.append(jax.tree.map(np.asarray, batch))
+
+    experts = ("model.moe=token_choice", "model.moe.num_experts=4", "num_steps=2")
+    trainer = rl_run.fit(tmp_path, *experts, after_step=[look], num_devices=1)
+    assert trainer.run.step.programs["train"]._cache_size() == 1
+    for batch in batches:
+        known, segments = batch["experts"] >= 0, batch["segment_ids"]
+        # Of all tokens but the last of each text.
+        is_last = (segments > 0) & (segments != np.roll(segments, -1, axis=1))
+        wanted = (segments > 0) & ~is_last
+        assert (known == wanted[..., None, None]).all()
+
+
 def test_what_a_run_lacks_is_told_at_once(tmp_path):
     text = (
         "rl.prompts='' names no prompts; give a file of JSON Lines\n"

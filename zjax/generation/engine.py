@@ -51,8 +51,8 @@ class News(NamedTuple):
     """Of the next tokens of the prompt, NumPy arrays; None if nothing is new. The first
     token of a prompt, which nothing predicts, is left out."""
     experts: np.ndarray | None = None
-    """uint8 or int16 [tokens - 1, layers with experts, experts of a token], of all tokens
-    before the last; None unless asked for. Later passes may change the array."""
+    """uint8 or int16 [tokens - 1, layers with experts, experts of a token], of all
+    tokens before the last; None unless asked for. Later passes may change it."""
 
 
 class Engine:

@@ -82,8 +82,8 @@ class Pieces(NamedTuple):
     """Most likely tokens to find behind each token of a chunk, -1 to score none of the
     tokens; None if the pass scores no prompt, which is another program."""
     records: Bool[Given, " C"] | None = None
-    """Whether the experts of the tokens are wanted; None if the pass returns none, which
-    is another program. The device returns the experts of all pieces."""
+    """Whether the experts of the tokens are wanted. None if the pass has none, which
+    is another program; the device returns the experts of all pieces."""
 
     @property
     def num_drafts(self) -> int:

@@ -1,9 +1,8 @@
 """Records of the experts of tokens, beside the keys of the tokens in pages.
 
 The host has for each page what the device has: the experts of the pass that wrote the
-keys last. A prefix that is found in the cache brings its experts along, a draft that was
-wrong is written over, and a page that gets another owner belongs to the tokens of that
-owner alone.
+keys last. A prefix that is found in the cache brings its experts along, a draft that
+was wrong is written over, and so is a page that gets another owner.
 
 Where a sequence gave its pages away and read tokens again, later tokens were drawn from
 the keys of the last pass, and their keys differ with the experts. So the record of a

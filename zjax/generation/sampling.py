@@ -372,8 +372,8 @@ class Chosen(NamedTuple):
     """Of the token behind each token of a chunk; None in passes that score none."""
     experts: tuple[Any, ...] | None = None
     """Of the T tokens that C lanes, and C chunks, read in each of S steps, best first:
-    uint8 or int16 [S, C, T, layers with experts, experts of a token]; None in passes that
-    return none."""
+    uint8 or int16 [S, C, T, layers with experts, experts of a token]; None in passes
+    that return none."""
 
 
 def choose_tokens(

@@ -38,8 +38,8 @@ class Delta(NamedTuple):
     `Sampling.prompt_logprobs` asks. They come with sample 0, before the text of the
     sample."""
     experts: np.ndarray | None = None
-    """Experts of all tokens of prompt and text but the last, as `Text.experts`, with the
-    last delta of a text."""
+    """Experts of all tokens of prompt and text but the last, as `Text.experts`; they
+    come with the last delta of a text."""
 
 
 class Ticket:
