@@ -189,6 +189,9 @@ def test_experts_do_not_depend_on_the_mesh(settings):
     with Generator(run, run.state, max_rows=2) as generator:
         sampling = Sampling(max_new_tokens=3, experts=True)
         texts = generator.generate(prompts, sampling)
+    # Equal weights: the first values of a run depend on the seed alone.
+    alone = features.config_of(features.LLAMA + features.EXPERTS + "mesh.data=1")
+    run = features.start(alone, 1)
     model = run.bind(run.state)
     for text in texts:
         wanted = experts_of(model, [*text.prompt_ids, *text.ids])
@@ -201,5 +204,3 @@ def test_experts_of_a_model_without_are_refused():
         config_error("experts=True asks a model that has none; leave it False"),
     ):
         generator.check([[3]], Sampling(experts=True))
-    with config_error("experts=1 is no bool; use True or False"):
-        Sampling(experts=1)

@@ -80,7 +80,7 @@ class Text:
         return scores
 
     def _read_chunks(self, weights, caches, chunks):
-        stream, caches = self.reader.read(weights, caches, (chunks,))
+        stream, caches, _ = self.reader.read(weights, caches, (chunks,))
         last = last_of_chunks((chunks,), stream)
         return self.reader.continuation.score(weights.head, last), caches
 

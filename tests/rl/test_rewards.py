@@ -203,7 +203,7 @@ def test_a_completion_that_one_function_fails_has_no_reward_by_any():
     with pool(*names) as judges:
         first, second = judges.score(does("", "raise"))
     assert first.rewards == {"a": 2.0, JUDGE: 7.1, "judges:one": 1.0}
-    assert second.rewards["a"] == 2.0
+    assert second.rewards["a"] is None
     assert second.total(dict.fromkeys(names, 1.0)) is None
 
 

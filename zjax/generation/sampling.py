@@ -154,8 +154,6 @@ def _type_problems(sampling: Sampling) -> Iterator[Problem]:
         value = getattr(sampling, name)
         if not isinstance(value, numbers.Real):
             yield Problem(name, value, "is no number", "use one, such as 1.0")
-    if not isinstance(sampling.experts, bool):
-        yield Problem("experts", sampling.experts, "is no bool", "use True or False")
     ids = {"forbidden_ids": sampling.forbidden_ids, "end_ids": sampling.end_ids or ()}
     for name, value in ids.items():
         if not _are(numbers.Integral, value):
