@@ -1,0 +1,93 @@
+"""Files of a task: solved traces, prompts, held-out prompts, and pairs of texts.
+
+python examples/rl/data.py --task=sums --output=runs/rl/sums/data
+"""
+
+import argparse
+import json
+import pathlib
+
+from zjax.data.prepare import prepare
+from zjax.rl import tasks
+
+VALIDATION_FRACTION = 0.05
+
+
+def write_data(task, folder, *, num_traces, num_prompts, num_held_out):
+    """Writes the files of a task, each by a seed of its own.
+
+    Args:
+        task: Module of `zjax.rl.tasks`.
+        folder: Directory for `traces.jsonl`, solved completions, with their tokens in
+            `traces`; `prompts.jsonl`, to be rewarded; and `held_out.jsonl`, prompts
+            whose operands occur in no other file.
+        num_traces: Number of solved completions.
+        num_prompts: Number of prompts to be rewarded.
+        num_held_out: Number of held-out prompts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    traces = [
+        {"prompt": row["prompt"], "completion": task.trace(row)}
+        for row in task.rows(num_traces, seed=0)
+    ]
+    write_examples(folder / "traces", traces, "completions")
+    write_lines(folder / "prompts.jsonl", task.rows(num_prompts, seed=1))
+    held_out = task.rows(num_held_out, seed=2, held_out=True)
+    write_lines(folder / "held_out.jsonl", held_out)
+
+
+def write_pairs(folder, texts):
+    """Writes a right and a wrong text of each prompt that has both, as `pairs`.
+
+    Args:
+        folder: Directory of the task's files.
+        texts: Pairs of a prompt and its texts, each with whether it is right.
+    """
+    pairs = []
+    for prompt, found in texts:
+        right, wrong = ([x for x, solved in found if solved == y] for y in (1, 0))
+        if right and wrong:
+            pairs.append({"prompt": prompt, "chosen": right[0], "rejected": wrong[0]})
+    write_examples(folder / "pairs", pairs, "pairs")
+    return len(pairs)
+
+
+def write_examples(path, rows, kind):
+    """Writes records, and their tokens as `zjax data prepare --examples` does."""
+    write_lines(path.with_suffix(".jsonl"), rows)
+    prepare(
+        [path.with_suffix(".jsonl")],
+        path,
+        examples=kind,
+        validation_fraction=VALIDATION_FRACTION,
+    )
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", choices=tasks.__all__, default="sums")
+    parser.add_argument("--output", type=pathlib.Path, default="runs/rl/sums/data")
+    parser.add_argument("--num_traces", type=int, default=500)
+    parser.add_argument("--num_prompts", type=int, default=5_000)
+    parser.add_argument("--num_held_out", type=int, default=100)
+    given = parser.parse_args()
+    task = getattr(tasks, given.task)
+    write_data(
+        task,
+        given.output,
+        num_traces=given.num_traces,
+        num_prompts=given.num_prompts,
+        num_held_out=given.num_held_out,
+    )
+
+
+if __name__ == "__main__":
+    main()
