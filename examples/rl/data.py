@@ -6,6 +6,7 @@ python examples/rl/data.py --task=sums --output=runs/rl/sums/data
 import argparse
 import json
 import pathlib
+import sys
 
 from zjax.data.prepare import prepare
 from zjax.rl import tasks
@@ -48,8 +49,9 @@ def write_pairs(folder, texts):
         right, wrong = ([x for x, solved in found if solved == y] for y in (1, 0))
         if right and wrong:
             pairs.append({"prompt": prompt, "chosen": right[0], "rejected": wrong[0]})
+    if not pairs:
+        sys.exit("no prompt has a right and a wrong text: train the start for longer")
     write_examples(folder / "pairs", pairs, "pairs")
-    return len(pairs)
 
 
 def write_examples(path, rows, kind):

@@ -21,6 +21,7 @@ def get_config():
             "rl.rollout.num_samples": 1,
             "rl.reference": "reward",
             "rl.reference.coefficient": 0.02,
-            "evaluation.num_batches": 0,
+            "rl.evaluation_prompts": "",
+            "rl.evaluation_samples": 1,
         },
     )

@@ -37,10 +37,10 @@ def load(stage, task, folder, *settings):
     else:
         changes["data.path"] = str(files / "traces")
         changes["rl.prompts"] = str(files / "prompts.jsonl")
-        changes["rl.evaluation_prompts"] = str(files / "held_out.jsonl")
     if stage != "supervised":
         changes["checkpoint.init_from"] = str(folder / "supervised")
     if stage == "grpo":
+        changes["rl.evaluation_prompts"] = str(files / "held_out.jsonl")
         changes["rl.rewards"] = [{"function": f"zjax.rl.tasks.{task}:reward"}]
     if stage == "ppo":
         judge = {"kind": "run", "directory": str(folder / "reward_model")}

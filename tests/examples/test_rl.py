@@ -25,7 +25,7 @@ TINY = (
     "model.num_heads=2",
     "num_steps=2",
     "optimizer.schedule.num_warmup_steps=1",
-    "evaluation.num_batches=0",
+    "evaluation.num_batches=1",
 )
 
 
