@@ -63,7 +63,10 @@ def test_pairs_are_of_prompts_with_a_right_and_a_wrong_text(tmp_path):
     mixed = [(f"{n}+1\n", [("no", 0.0), (f"{n + 1}", 1.0)]) for n in range(30)]
     all_right, all_wrong = ("2+2\n", [("4", 1.0)] * 2), ("3+3\n", [("4", 0.0)] * 2)
     example = runpy.run_path(str(FOLDER / "data.py"))
-    assert example["write_pairs"](tmp_path, [*mixed, all_right, all_wrong]) == 30
+    with pytest.raises(SystemExit, match="train the start for longer"):
+        example["write_pairs"](tmp_path, [all_right, all_wrong])
+    assert not [*tmp_path.iterdir()]
+    example["write_pairs"](tmp_path, [*mixed, all_right, all_wrong])
     first, *_ = pairs = lines(tmp_path / "pairs.jsonl")
     assert first == {"prompt": "0+1\n", "chosen": "1", "rejected": "no"}
     assert len(pairs) == 30
