@@ -202,7 +202,7 @@ def generating_settings(given: flags.FlagValues) -> Config:
 
 
 class Weights(NamedTuple):
-    """Weights that write texts: their name, and the steps that trained them."""
+    """Name of the weights that write texts, and the steps of the training."""
 
     name: str
     step: int = 0

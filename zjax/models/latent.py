@@ -209,7 +209,7 @@ class LatentAttention(nnx.Module):
 def _multiply_heads(
     x: Float[Array, "B L H C"], matrices: Float[Array, "H C D"]
 ) -> Float[Array, "B L H D"]:
-    """Multiplies each head by a matrix of its own."""
+    """Multiplies the values of head h by matrix h."""
     return jnp.einsum("blhc,hcd->blhd", x, matrices)
 
 

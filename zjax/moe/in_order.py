@@ -1,7 +1,7 @@
 """Experts whose sum for a token has one order, whatever the tokens beside it choose.
 
 All experts multiply all tokens, and a token has weight 0 for experts that it did not
-choose: a specification, not a fast form. Gradients are those of `apply_experts`.
+choose: a specification, not a fast form. Gradients are computed by `apply_experts`.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def apply_experts_in_order(
 ) -> Float[Array, "T M"]:
     """Adds up the outputs of each token's experts, in the order of the experts.
 
-    Arguments are those of `apply_experts`; no axis of a mesh splits the experts.
+    Arguments are as for `apply_experts`; no axis of a mesh splits the experts.
     """
 
     def plain(x: jax.Array, experts: Any, weights: jax.Array, routing: Any) -> Any:

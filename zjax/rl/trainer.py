@@ -33,7 +33,7 @@ from zjax.run import trainer as training
 from zjax.run.ending import AfterStep
 from zjax.run.monitor import Callback
 from zjax.settings import rl
-from zjax.settings.mappings import to_mapping
+from zjax.settings.mappings import leaves, to_mapping
 from zjax.settings.schema import Config
 from zjax.typing import Batch, Device, Model
 
@@ -374,18 +374,9 @@ def _half_learned(config: Config) -> dict[str, Any]:
     settings = to_mapping(config.rl)
     names = "objective", "overlong", "rewards", "correction", "reference", "num_epochs"
     chosen = {name: settings[name] for name in ("rollout", *names)}
-    found = {"data.length": config.data.length} | _flat(chosen, "rl")
+    found = {"data.length": config.data.length, **dict(leaves(chosen, "rl."))}
     # As a checkpoint gives them back: lists in place of tuples.
     return json.loads(json.dumps(found))
-
-
-def _flat(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Names settings by their paths."""
-    found = dict[str, Any]()
-    for name, value in settings.items():
-        path = f"{section}.{name}"
-        found |= _flat(value, path) if isinstance(value, Mapping) else {path: value}
-    return found
 
 
 def _count(rollouts: Sequence[Rollout]) -> int:

@@ -169,7 +169,7 @@ def _without_replaced(
     _, before = renamed.find(kept)
     replaced = [
         old
-        for path, value in _leaves(new)
+        for path, value in leaves(new)
         for old in before
         if _replaces(path, value, old)
     ]
@@ -181,12 +181,12 @@ def _without_replaced(
     return kept
 
 
-def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
     """Yields paths and values of nested settings; a kind has the path of its choice."""
     for name, value in values.items():
         path = f"{section}{name}"
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}.")
+            yield from leaves(value, f"{path}.")
         else:
             choice = path.removesuffix(f".{KIND}")
             is_kind = path != choice and bool(choices.kinds(type_of(choice)))
