@@ -23,7 +23,7 @@ from zjax.processes.barrier import barrier
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
 from zjax.weights import layers
-from zjax.weights.saved import link, place_slices
+from zjax.weights.saved import SavedArrays, link, place_slices
 from zjax.weights.source import Index, Source, check_same, describe_plans, name_leaves
 
 
@@ -167,11 +167,13 @@ class Store(Reader):
         plans: Any,
         step: int | None = None,
         *,
+        select: Callable[[SavedArrays], SavedArrays] = lambda arrays: arrays,
         keeps_errors: Callable[[Mapping[str, Any], int], bool] = lambda *saved: True,
         free_memory: Callable[[], None] = lambda: None,
     ) -> tuple[Any, dict[str, Any]]:
         """Reads a whole state straight onto shards; returns state and saved `extra`.
 
+        `select` picks the arrays that the plans are of; all by default.
         `keeps_errors(extra, step)` tells whether saved error feedback fits the run.
         `free_memory` is called after all checks and before arrays are read.
         """
@@ -179,7 +181,8 @@ class Store(Reader):
         index = self.index(step)
         named = name_leaves(plans)
         expected = layers.joined_entries(describe_plans(named))
-        source = self.open(step).source
+        saved = select(self.open(step))
+        source = saved.source
         place = str(self.path(step))
         replicas.check_apart(source.entries, expected, place)
         adapted = replicas.adapted_extra(
@@ -198,7 +201,7 @@ class Store(Reader):
         check_same(wanted, found, place, cast=frozen)
         # After all checks: a refused checkpoint leaves the caller's state alive.
         free_memory()
-        leaves = self._read(step, named, adapted)
+        leaves = self._read(step, saved, named, adapted)
         return jax.tree.unflatten(jax.tree.structure(plans), leaves), index["extra"]
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
@@ -227,13 +230,14 @@ class Store(Reader):
     def _read(
         self,
         step: int,
+        saved: SavedArrays,
         named: Mapping[str, ArrayPlan],
         adapted: Mapping[str, replicas.Read],
     ) -> list[Any]:
         """Reads planned arrays, and slices of arrays adapted to other replicas."""
         same = {name: plan for name, plan in named.items() if name not in adapted}
         try:
-            read = arrays.read_arrays(self.open(step), same)
+            read = arrays.read_arrays(saved, same)
             leaves = dict(zip(same, read, strict=True))
             for name, read_slice in adapted.items():
                 leaves[name] = place_slices(read_slice, named[name])

@@ -19,8 +19,10 @@ from zjax.errors import NonFiniteError, Problem
 from zjax.processes.barrier import barrier
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.move import to_devices
+from zjax.weights.saved import CRITIC
 
-_PARAMETERS = ("master/", "params/", "ema/", "extra/replicas/master/")
+_OWN = ("master/", "params/", "ema/", "extra/replicas/master/")
+_PARAMETERS = (*_OWN, *(f"{CRITIC}/{prefix}" for prefix in _OWN))
 """Prefixes of arrays that must be finite, not only free of NaN."""
 _NUM_NAMED = 3
 

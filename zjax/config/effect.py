@@ -8,7 +8,7 @@ from typing import Any
 
 from zjax.errors import Problem
 from zjax.schedule import lengths
-from zjax.settings import choices, derived, describe, schema
+from zjax.settings import choices, derived, describe, rl, schema
 
 # Settings that apply to a user's optimizer, too.
 _BESIDE_USER_OPTIMIZER = ("optimizer.clip_norm", "optimizer.ema_decay")
@@ -47,6 +47,11 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
             problem = "has no effect on the optimizer that was given"
             remedy = f"leave it at {unset!r}, or give no optimizer"
             yield Problem(field, value, problem, remedy)
+    critic = config.rl and config.rl.critic
+    if isinstance(critic, rl.Own) and (rate := critic.peak_learning_rate):
+        problem = "has no effect on the optimizer that was given"
+        remedy = "leave it at 0.0, or give no optimizer"
+        yield Problem("rl.critic.peak_learning_rate", rate, problem, remedy)
     if config.buckets and config.buckets.learning_rate != "constant":
         problem = "has no effect on the optimizer that was given"
         remedy = "leave it at 'constant', or give no optimizer"

@@ -34,6 +34,8 @@ def rl_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     yield from _rollout(config, config.rl)
     yield from _objective(config, config.rl)
     yield from _rewards(config.rl)
+    if isinstance(config.rl.critic, rl.Own):
+        yield from _own_critic(config, config.rl)
     if config.rl.correction:
         yield from _correction(config.rl.correction, config.rl.objective)
 
@@ -137,8 +139,7 @@ def _objective(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
             problem = f"divides by standard deviations, and the baseline is {baseline}"
             remedy = "leave it at False, or set rl.objective.baseline='group_std'"
             yield Problem("rl.objective.normalise_each", True, problem, remedy)
-    is_ppo = isinstance(objective, rl.Ppo)
-    if is_ppo and config.lora and not trains_values(config.lora):
+    if given.has_values and config.lora and not trains_values(config.lora):
         given_patterns = config.lora.also_train
         problem = "leaves the values of rl.objective='ppo' at 0"
         yield Problem("lora.also_train", given_patterns, problem, "add 'head/value'")
@@ -147,6 +148,26 @@ def _objective(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         problem += f"rl.objective={objective.kind!r} reads one of each text"
         remedy = "use 'loss', or rl.objective='reinforce_pp' or 'ppo'"
         yield Problem("rl.reference", "reward", problem, remedy)
+
+
+def _own_critic(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
+    """Yields settings beside a separate critic that cannot act."""
+    objective = given.objective
+    if not isinstance(objective, rl.Ppo):
+        problem = f"learns values, which rl.objective={objective.kind!r} does not read"
+        remedy = "leave it out, or set rl.objective='ppo'"
+        yield Problem("rl.critic", "own", problem, remedy)
+    elif objective.value_weight != (usual := rl.Ppo().value_weight):
+        problem = "weighs values beside the policy, and rl.critic='own' learns them "
+        problem, value = problem + "alone", objective.value_weight
+        remedy = f"leave it at {usual}, or set rl.critic.peak_learning_rate"
+        yield Problem("rl.objective.value_weight", value, problem, remedy)
+    for name in ("communication.codec", "communication.local_steps"):
+        value = choices.value_at(config, name)
+        if value != choices.value_at(schema.Config(), name):
+            problem = "changes what replicas send, and rl.critic='own' has no such "
+            problem, remedy = problem + "messages", "leave it out, or use 'shared'"
+            yield Problem(name, value, problem, remedy)
 
 
 def _rewards(given: rl.Rl) -> Iterator[Problem]:

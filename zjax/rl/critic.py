@@ -1,4 +1,4 @@
-"""A critic of its own: a decoder whose loss is the loss of its values."""
+"""A separate critic: a decoder whose loss is the loss of its values."""
 
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
@@ -10,7 +10,7 @@ from zjax.typing import Model
 
 
 def critic_model(config: Config, value: Value) -> Model:
-    """Makes the decoder of `config.model` with the loss of a critic of its own.
+    """Makes the decoder of `config.model` with the loss of a separate critic.
 
     Args:
         config: Settings, as for `zjax.make_model`, with `model.value_head`.

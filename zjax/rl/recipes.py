@@ -40,7 +40,7 @@ def make_objective(settings: rl.Rl) -> parts.Objective:
         kl=divergence,
         correction=_correction(settings.correction),
         threshold=getattr(settings.objective, "max_sampler_gap", 0.0) or None,
-        value=_value(settings.objective),
+        value=value_of(settings) if settings.has_values else None,
         entropy_weight=settings.objective.entropy_weight,
         temperature=settings.rollout.temperature,
     )
@@ -111,10 +111,10 @@ def _token_loss(
     return parts.Reinforce()
 
 
-def _value(objective: rl.Objective) -> parts.Value | None:
-    """Returns the loss of the critic."""
-    if not isinstance(objective, rl.Ppo):
-        return None
+def value_of(settings: rl.Rl) -> parts.Value:
+    """Returns the loss of values of `rl.objective=ppo`."""
+    objective = settings.objective
+    assert isinstance(objective, rl.Ppo)
     return parts.Value(objective.value_weight, objective.value_clip)
 
 

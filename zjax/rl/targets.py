@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from zjax.rl.credit import token_advantages
+from zjax.rl.critic_run import Critic
 from zjax.rl.groups import Experience
 from zjax.rl.minibatches import Minibatches
 from zjax.rl.policy import logprobs_of, values_of
@@ -43,6 +44,7 @@ class TokenTargets:
         settings: Settings of `config.rl`.
         minibatches: Packs texts.
         names: Names under `rl` of the arrays that updates read besides those of `pack`.
+        critic: Separate critic; None where the policy has the values, or none.
 
     Attributes:
         position: Digest of the reference, which a run goes on with.
@@ -56,9 +58,10 @@ class TokenTargets:
         minibatches: Minibatches,
         *,
         names: Sequence[str],
+        critic: Critic | None = None,
     ):
         self._run, self._settings, self._minibatches = run, settings, minibatches
-        self._names = names
+        self._names, self._critic = names, critic
         self._reference, self.position = None, dict[str, Any]()
         if given := settings.reference:
             start, plan = _first_weights(run, state)
@@ -98,6 +101,8 @@ class TokenTargets:
             known = None
             if isinstance(objective, rl.Ppo):
                 score = functools.partial(values_of, self._run)
+                if critic := self._critic:
+                    score = critic.values
                 known = arrays["values"] = self._score(state, rollouts, score)
             given = objective, experience.rewards, penalties, known
             advantages, returns = token_advantages(*given)

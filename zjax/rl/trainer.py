@@ -14,6 +14,7 @@ from zjax.data.evaluation import EvaluationSet
 from zjax.data.prompts import make_prompts
 from zjax.errors import DataError, Problem
 from zjax.generation.sampling import Sampling
+from zjax.rl.critic_run import Critic, CriticStep
 from zjax.rl.groups import Experience
 from zjax.rl.judges import Judges, check_judges
 from zjax.rl.minibatches import Minibatches
@@ -35,7 +36,9 @@ from zjax.run.monitor import Callback
 from zjax.settings import rl
 from zjax.settings.mappings import leaves, to_mapping
 from zjax.settings.schema import Config
+from zjax.train.state import TrainState
 from zjax.typing import Batch, Device, Model
+from zjax.weights.saved import CRITIC, SavedArrays
 
 Rows = Iterable[Mapping[str, Any]]
 """Records with a `prompt` or `messages`, and fields for the reward functions."""
@@ -89,6 +92,8 @@ class Trainer(training.Trainer):
         devices: Sequence[Device] | None = None,
     ):
         self._given = prompts, evaluation_prompts
+        self._options = {"tx": tx, "devices": devices}
+        self._critic: Critic | None = None
         self._began: float | None = None
         self._num_tokens = 0
         super().__init__(
@@ -188,8 +193,15 @@ class Trainer(training.Trainer):
             ),
             seed=config.seed,
         )
+        if isinstance(settings.critic, rl.Own):
+            self._add_critic()
         self._tokens = TokenTargets(
-            self.run, self.state, settings, self._minibatches, names=self._names
+            self.run,
+            self.state,
+            settings,
+            self._minibatches,
+            names=self._names,
+            critic=self._critic,
         )
         self._judges = Judges(settings, self.run)
         position = {
@@ -214,6 +226,25 @@ class Trainer(training.Trainer):
             _half_learned(config),
             text,
         )
+
+    def _add_critic(self) -> None:
+        """Makes the separate critic, which learns in each step."""
+        batch = self._minibatches.example(self._names)
+        start = {"store": self.store, "step": self.step}
+        self._critic = Critic(self.config, batch, **self._options, **start)
+        step = CriticStep.of(self.run.step, self._critic)
+        self.run = dataclasses.replace(self.run, step=step)
+
+    def _saved(self, state: TrainState, rows: TrainState) -> tuple[Any, Any]:
+        """Returns the arrays of a checkpoint, and plans, with a separate critic."""
+        if self._critic is None:
+            return super()._saved(state, rows)
+        return self._critic.beside(state, rows)
+
+    def _selected(self, saved: SavedArrays) -> SavedArrays:
+        """Selects the arrays of the policy in a checkpoint."""
+        is_own = isinstance(self._settings.critic, rl.Own)
+        return saved.outside(CRITIC) if is_own else saved
 
     def _find_evaluation(self, batches: Any) -> EvaluationSet | None:
         """Returns None: `evaluate` draws texts."""

@@ -110,6 +110,7 @@ STARTED_FROM = {
     "checkpoint.expert_noise": 0.0,
     "checkpoint.resize_vocabulary": False,
     "lora.init_from": "",
+    "rl.critic.init_from": "",
 }
 """Settings of the initial weights, with the values that a resumed run has."""
 _NOT_COMPARED = ("checkpoint.resume",)

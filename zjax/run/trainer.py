@@ -373,13 +373,17 @@ class Trainer:
         step, loss = self._last_evaluation
         loss = loss if step == self.step else None
         self._settle()
-        rows = saved_rows(self.run.plan, self.config)
-        saved = saved_state(self.state, self.run.plan)
         config, plan = self.config, self.run.plan
+        rows = saved_rows(plan, config)
         extra |= resumes.describe_run(config, plan, rows, self.run.functions, self.step)
         if self._tokenizer is not None:
             extra[TOKENIZER] = self._tokenizer.to_mapping()
-        self.store.save(self.step, saved, rows, extra=extra, loss=loss)
+        saved, plans = self._saved(saved_state(self.state, plan), rows)
+        self.store.save(self.step, saved, plans, extra=extra, loss=loss)
+
+    def _saved(self, state: TrainState, rows: TrainState) -> tuple[Any, Any]:
+        """Returns the arrays of a checkpoint, and plans in that form."""
+        return state, rows
 
     def generate(
         self,
@@ -513,9 +517,14 @@ class Trainer:
 
         def read(rows: TrainState) -> TrainState:
             fit = functools.partial(resumes.errors_fit, rows, self.config)
-            return self.store.restore(rows, step, keeps_errors=fit)[0]
+            given = {"keeps_errors": fit, "select": self._selected}
+            return self.store.restore(rows, step, **given)[0]
 
         return read
+
+    def _selected(self, saved: Any) -> Any:
+        """Selects the arrays of the state of the run in a checkpoint."""
+        return saved
 
     def _make_loader(self) -> data.Batches:
         """Makes the loader of the user's batches or of the configured data."""

@@ -177,8 +177,8 @@ def fill_from_each_other(config: Any) -> None:
     if buckets := config.buckets:
         order = _with_pacing(buckets.order, end=data.length)
         _set(config, buckets=dataclasses.replace(buckets, order=order))
-    has_critic = config.rl and config.rl.objective.kind == "ppo"
-    if has_critic or getattr(config.preference, "has_rewards", False):
+    has_values = config.rl and config.rl.has_values
+    if has_values or getattr(config.preference, "has_rewards", False):
         _set(config, model=dataclasses.replace(model, value_head=True))
     if source in VOCABULARIES:
         size = _derive(model, vocab_size=VOCABULARIES[source])

@@ -253,7 +253,7 @@ class Ppo(Returns):
     """Factor of an error of the critic per token that it lies ahead
     (arXiv:1506.02438)."""
     value_weight: ranges.Positive = 0.1
-    """Weight of the critic's loss beside the policy's."""
+    """Weight of the loss of values beside the policy's, where blocks are shared."""
     value_clip: ranges.Limit = 0.2
     """Largest change of a value that the critic's loss rewards; inf for no limit."""
 
@@ -314,6 +314,31 @@ class InReward(Reference):
 
 
 @section
+class Critic(Choice):
+    """Model of the values that `ppo` learns."""
+
+
+@section
+class Shared(Critic):
+    """A head on the blocks of the policy, which starts at 0."""
+
+
+@section
+class Own(Critic):
+    """A second model of the policy's shape, with a separate optimizer.
+
+    The critic has the mesh, the ZeRO stage, the memories and the precision of the
+    policy.
+    """
+
+    init_from: str = ""
+    """Run or files of weights to start from, such as a reward model of
+    `preference=reward_model`; empty takes the weights that the policy starts from."""
+    peak_learning_rate: Annotated[ranges.NonNegative, ranges.NoneAt(0)] = 0.0
+    """Learning rate of the critic; 0 takes `optimizer.peak_learning_rate`."""
+
+
+@section
 class Rl:
     """Reinforcement learning by `zjax rl`, in place of training on `data`.
 
@@ -342,12 +367,19 @@ class Rl:
         Grpo()
     )
     """Recipe of the loss."""
+    critic: Shared | Own = Shared()
+    """Model of the values that `ppo` learns."""
     overlong: Keep | Mask | Penalise = Keep()
     """Treatment of texts that `rollout.max_new_tokens` cuts."""
     correction: Truncate | Drop | None = None
     """Weights for the difference between sampler and trainer; None for none."""
     reference: InLoss | InReward | None = None
     """Divergence from the weights of `checkpoint.init_from`; None for none."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the policy itself has a head of values."""
+        return isinstance(self.objective, Ppo) and isinstance(self.critic, Shared)
 
     @property
     def num_texts(self) -> int:

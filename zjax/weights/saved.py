@@ -23,6 +23,8 @@ from zjax.storage.move import store
 from zjax.weights.layers import join_masters
 from zjax.weights.source import Entry, Index, Source
 
+CRITIC = "critic"
+"""Folder of the names of a second model that learns beside the model of a run."""
 Spans = tuple[tuple[int, int], ...]
 """Start and stop in each dim."""
 READ_AHEAD_BYTES = 8 * 10**9
@@ -35,11 +37,36 @@ class SavedArrays:
 
     Args:
         linked: Directories with the files of disk arrays, by name of the array.
+        prefix: Beginning of all names in Orbax's files that names here leave out.
     """
 
     directory: pathlib.Path
     entries: Mapping[str, Entry]
     linked: Mapping[str, pathlib.Path]
+    prefix: str = ""
+
+    def part(self, folder: str) -> "SavedArrays":
+        """Selects the arrays of a folder, and leaves the folder out of the names."""
+        prefix = f"{folder}/"
+
+        def inside(named: Mapping[str, Any]) -> dict[str, Any]:
+            found = {n: x for n, x in named.items() if n.startswith(prefix)}
+            return {name.removeprefix(prefix): x for name, x in found.items()}
+
+        return dataclasses.replace(
+            self,
+            entries=inside(self.entries),
+            linked=inside(self.linked),
+            prefix=self.prefix + prefix,
+        )
+
+    def outside(self, folder: str) -> "SavedArrays":
+        """Selects the arrays outside of a folder of names."""
+        prefix = f"{folder}/"
+        names = [name for name in self.entries if not name.startswith(prefix)]
+        linked = {name: x for name, x in self.linked.items() if name in names}
+        entries = {name: self.entries[name] for name in names}
+        return dataclasses.replace(self, entries=entries, linked=linked)
 
     @functools.cached_property
     def source(self) -> Source:
@@ -76,15 +103,17 @@ class SavedArrays:
         handler = ocp.PyTreeCheckpointHandler(
             restore_concurrent_gb=math.ceil(ahead_bytes / 10**9)
         )
+        named = {self.prefix + name: arg for name, arg in args.items()}
         with ocp.Checkpointer(handler) as reader:
-            return reader.restore(
+            found = reader.restore(
                 self.directory,
                 args=ocp.args.PyTreeRestore(
-                    item=dict.fromkeys(args, 0),
-                    restore_args=dict(args),
+                    item=dict.fromkeys(named, 0),
+                    restore_args=named,
                     partial_restore=True,
                 ),
             )
+        return {name.removeprefix(self.prefix): x for name, x in found.items()}
 
 
 def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
