@@ -60,6 +60,7 @@ PURE = {
     "masks",
     "objective",
     "preferences",
+    "pretraining_loss",
     "ranges",
     "ratios",
     "reference_free",

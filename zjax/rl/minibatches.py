@@ -103,15 +103,16 @@ class Minibatches:
         picked = {name: [x[n] for n in chosen] for name, x in arrays.items()}
         return packed.with_arrays(**picked)
 
-    def example(self, arrays: Sequence[str] = ()) -> dict[str, Any]:
+    def example(self, arrays: Sequence[str] = (), num_more: int = 0) -> dict[str, Any]:
         """Describes the largest batch by shapes.
 
         Args:
             arrays: Names of arrays of tokens under `rl` besides those of `pack`.
+            num_more: Number of rows besides the rows of texts.
         """
         experts = np.zeros((1, *self.experts), np.int16) if self.experts else None
         packed = self.pack([_Token(experts=experts)], [0.0], {}, [0])
-        shape = self.row_counts[-1], self.length
+        shape = self.row_counts[-1] + num_more, self.length
         batch = packed.with_arrays(**{x: packed.batch["weights"] for x in arrays}).batch
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*shape, *x.shape[2:]), x.dtype), batch

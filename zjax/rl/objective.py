@@ -143,6 +143,8 @@ class Objective:
             policy without values.
         entropy_weight: Weight of the entropy, which the loss rewards, 0 or more.
         temperature: Divisor of the logits as the tokens were sampled, above 0.
+        pretraining_weight: Weight of the loss of pre-training tokens by
+            `add_pretraining`, 0 or more.
 
     Raises:
         ConfigError: A number out of range, or units that do not fit; all at once.
@@ -162,6 +164,7 @@ class Objective:
     value: Value | None = None
     entropy_weight: float = 0.0
     temperature: float = 1.0
+    pretraining_weight: float = 0.0
 
     def __post_init__(self) -> None:
         problems = [*_range_problems(self)]
@@ -391,6 +394,7 @@ def _range_problems(objective):
         ("temperature", objective.temperature, 0, False),
         ("threshold", objective.threshold, 0, False),
         ("entropy_weight", objective.entropy_weight, 0, True),
+        ("pretraining_weight", objective.pretraining_weight, 0, True),
     ]
     match objective.loss:
         case Clip(low, high, bound):

@@ -14,7 +14,8 @@ from zjax.models.build import make_model
 from zjax.ops.target_logprobs import TargetLogprobs
 from zjax.rl.logprobs import token_logprobs
 from zjax.rl.masks import at_least_float32
-from zjax.rl.objective import Objective, objective_sums, value_sums
+from zjax.rl.objective import Objective, ObjectiveSums, objective_sums, value_sums
+from zjax.rl.pretraining_loss import KEY, add_pretraining
 from zjax.rl.ranges import check_above_zero
 from zjax.run.build import Run
 from zjax.settings import schema
@@ -26,7 +27,7 @@ from zjax.typing import IGNORED, Batch, Entry, Metrics, Model
 
 ARRAYS = (
     *("advantages", "logprobs", "units", "old_logprobs", "reference_logprobs"),
-    *("values", "returns"),
+    *("values", "returns", KEY),
 )
 """Arrays [B, L] under `rl` of a batch."""
 
@@ -69,19 +70,25 @@ def policy_model(config: Config, objective: Objective) -> Model:
     assert score is not None  # of a decoder
 
     read_values, value = model.stack.values, objective.value
+    ptx_weight = objective.pretraining_weight
 
     def head(params, carry, batch):
         found = score(params, carry, batch["targets"], objective.temperature)
         sums = objective_sums(objective, found.logprobs, found.entropies, batch)
-        if value is None or read_values is None:
+        if value and read_values:
+            added = value_sums(value, read_values(params, carry), batch)
+            loss_sum = sums.loss_sum + value.weight * added.loss_sum
+            sums = ObjectiveSums(loss_sum, sums.weight, sums.metrics | added.metrics)
+        if not ptx_weight:
             return sums
-        added = value_sums(value, read_values(params, carry), batch)
-        loss_sum = sums.loss_sum + value.weight * added.loss_sum
-        return loss_sum, sums.weight, sums.metrics | added.metrics
+        if objective.temperature != 1:  # of the rollout, and pre-training has none
+            found = score(params, carry, batch["targets"], 1.0)
+        return add_pretraining(ptx_weight, sums, found.logprobs, batch)
 
     needed = ["advantages", "logprobs"]
     needed += ["reference_logprobs"] if objective.kl else []
     needed += ["values", "returns"] if value else []
+    needed += [KEY] if ptx_weight else []
     return on_packed_rows(with_stack(model, head=head), config, needed)
 
 
@@ -139,6 +146,9 @@ def policy_loss(
     """
     found = logits_scores(logits, batch["targets"], objective.temperature)
     sums = objective_sums(objective, found.logprobs, found.entropies, batch)
+    if weight := objective.pretraining_weight:
+        plain = logits_scores(logits, batch["targets"], 1.0)
+        sums = add_pretraining(weight, sums, plain.logprobs, batch)
     # A microbatch of padding has weight 0, and must give 0 instead of NaN.
     divisor = jnp.where(sums.weight > 0, sums.weight, 1.0)
     metrics = {name: x / divisor for name, x in sums.metrics.items()}

@@ -43,6 +43,7 @@ def make_objective(settings: rl.Rl) -> parts.Objective:
         value=value_of(settings) if settings.has_values else None,
         entropy_weight=settings.objective.entropy_weight,
         temperature=settings.rollout.temperature,
+        pretraining_weight=settings.pretraining.weight if settings.pretraining else 0.0,
     )
 
 

@@ -18,7 +18,10 @@ from zjax.rl.critic_run import Critic, CriticStep
 from zjax.rl.groups import Experience
 from zjax.rl.judges import Judges, check_judges
 from zjax.rl.minibatches import Minibatches
+from zjax.rl.packing import Packed
 from zjax.rl.policy import policy_model, sizes_of_experts
+from zjax.rl.pretraining import Pretraining
+from zjax.rl.pretraining_loss import KEY
 from zjax.rl.prompts import PromptSet, read_rows
 from zjax.rl.recipes import (
     aggregation_of,
@@ -94,6 +97,7 @@ class Trainer(training.Trainer):
         self._given = prompts, evaluation_prompts
         self._options = {"tx": tx, "devices": devices}
         self._critic: Critic | None = None
+        self._pretraining: Pretraining | None = None
         self._began: float | None = None
         self._num_tokens = 0
         super().__init__(
@@ -132,10 +136,12 @@ class Trainer(training.Trainer):
     def _make_model(self, model: Model | None) -> tuple[Model, Batch | None]:
         """Makes the policy, and shapes of the largest batch."""
         check_judges(self.config)
+        if self._settings.pretraining:
+            self._pretraining = Pretraining(self.config)
         policy = policy_model(self.config, make_objective(self._settings))
         # MFU would count a row for each text, and texts share rows.
         policy = dataclasses.replace(policy, inputs=None)
-        return policy, self._minibatches.example(self._names)
+        return policy, self._example
 
     @functools.cached_property
     def _names(self) -> list[str]:
@@ -148,7 +154,13 @@ class Trainer(training.Trainer):
             names += ["reference_logprobs"]
         if isinstance(settings.objective, rl.Ppo):
             names += ["values", "returns"]
-        return names
+        return [*names, KEY] if settings.pretraining else names
+
+    @property
+    def _example(self) -> Batch:
+        """Shapes of the largest batch."""
+        most = self._pretraining.num_rows if self._pretraining else 0
+        return self._minibatches.example(self._names, num_more=most)
 
     @functools.cached_property
     def _minibatches(self) -> Minibatches:
@@ -206,6 +218,7 @@ class Trainer(training.Trainer):
         self._judges = Judges(settings, self.run)
         position = {
             **self._judges.steps,
+            **(self._pretraining.position if self._pretraining else {}),
             "seed": config.seed,
             "rl.prompts": self._prompts.digest,
             "rl.rollout.num_prompts": rollout.num_prompts,
@@ -229,9 +242,8 @@ class Trainer(training.Trainer):
 
     def _add_critic(self) -> None:
         """Makes the separate critic, which learns in each step."""
-        batch = self._minibatches.example(self._names)
         start = {"store": self.store, "step": self.step}
-        self._critic = Critic(self.config, batch, **self._options, **start)
+        self._critic = Critic(self.config, self._example, **self._options, **start)
         step = CriticStep.of(self.run.step, self._critic)
         self.run = dataclasses.replace(self.run, step=step)
 
@@ -263,8 +275,12 @@ class Trainer(training.Trainer):
         values |= self._speed(began, drawn, rollouts)
         given = rollouts, learned.advantages, learned.arrays
         updates = [
-            Update(self._minibatches.pack(*given, chosen).batch, values)
-            for chosen in self._minibatches.split(len(rollouts), step)
+            Update(
+                self._extended(self._minibatches.pack(*given, chosen), number), values
+            )
+            for number, chosen in enumerate(
+                self._minibatches.split(len(rollouts), step), step
+            )
         ]
         every = self.config.observe.log_every_steps
         logged = (step + len(updates)) // every * every
@@ -273,6 +289,11 @@ class Trainer(training.Trainer):
             write_samples(path, rollouts, experience.rewards)
         self._began, self._num_tokens = time.perf_counter(), _count(rollouts)
         return updates, next_prompt
+
+    def _extended(self, packed: Packed, step: int) -> Mapping[str, Any]:
+        """Returns the batch of a step, with rows of pre-training if there are any."""
+        extra = self._pretraining
+        return extra.extend(packed.batch, step) if extra else packed.batch
 
     def _collect(self, first: int, step: int) -> tuple[Experience, int]:
         """Draws a rollout, and another where masks leave nothing to learn from."""
@@ -404,6 +425,7 @@ def _half_learned(config: Config) -> dict[str, Any]:
     assert config.rl is not None
     settings = to_mapping(config.rl)
     names = "objective", "overlong", "rewards", "correction", "reference", "num_epochs"
+    names += ("pretraining",)
     chosen = {name: settings[name] for name in ("rollout", *names)}
     found = {"data.length": config.data.length, **dict(leaves(chosen, "rl."))}
     # As a checkpoint gives them back: lists in place of tuples.

@@ -314,6 +314,17 @@ class InReward(Reference):
 
 
 @section
+class Pretraining:
+    """Loss of pre-training on `data` beside the objective (arXiv:2203.02155, eq. 2)."""
+
+    weight: ranges.Positive = 1.0
+    """Factor of the mean loss of a token of `data`, in nats."""
+    num_rows: ranges.Rows = 0
+    """Rows of `data.length` tokens in a step; 0 takes the fewest that devices and
+    microbatches divide."""
+
+
+@section
 class Critic(Choice):
     """Model of the values that `ppo` learns."""
 
@@ -375,6 +386,8 @@ class Rl:
     """Weights for the difference between sampler and trainer; None for none."""
     reference: InLoss | InReward | None = None
     """Divergence from the weights of `checkpoint.init_from`; None for none."""
+    pretraining: Pretraining | None = None
+    """Loss of pre-training on `data` in each step; None for none."""
 
     @property
     def has_values(self) -> bool:
