@@ -78,10 +78,14 @@ def test_trap_7_each_reward_is_normalised_before_the_sum():
     np.testing.assert_allclose(both(1.0), expected, rtol=1e-6)
 
 
-def test_a_missing_reward_of_one_function_leaves_the_others():
+def test_a_missing_reward_of_one_function_leaves_the_sample_out():
+    """Fails if a sample is compared by a part of its rewards."""
     first, second = jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[0.0, jnp.nan, 1.0]])
-    found = rl.decoupled_advantages(jnp.stack([first, second]), jnp.ones(2))
-    assert found[0, 1] == rl.group_advantages(first)[0, 1]
+    rewards, weights = jnp.stack([first, second]), jnp.ones(2)
+    found = rl.decoupled_advantages(rewards, weights)
+    alone = rl.decoupled_advantages(rewards[..., ::2], weights)
+    assert found[0, 1] == 0
+    np.testing.assert_allclose(found[:, ::2], alone, rtol=1e-6)
 
 
 def test_trap_10_groups_without_a_signal_are_found():

@@ -78,7 +78,8 @@ def test_a_file_gives_back_every_field(path):
 
 def test_rewards_are_summed_by_weight():
     rollout = make(rewards={"a": 1.0, "b": None, "c": -0.5})
-    assert rollout.total({"a": 2.0, "b": 5.0, "c": 1.0}) == 1.5
+    assert rollout.total({"a": 2.0, "b": 5.0, "c": 1.0}) is None
+    assert rollout.total({"a": 2.0, "c": 1.0}) == 1.5
     assert rollout.total({"b": 1.0}) is None
     assert rollout.total({"a": 0.0}) == 0.0
 

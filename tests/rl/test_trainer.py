@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import shutil
+import signal
 
 import jax
 import numpy as np
@@ -163,6 +165,26 @@ def test_a_run_goes_on_bit_for_bit(whole, tmp_path):
     found, expected = told(tmp_path), told(whole["directory"])
     assert found == expected
     assert [*(tmp_path / "rollouts").glob("*")] == []
+
+
+def test_a_signal_drops_the_rollout_in_flight(whole, tmp_path, monkeypatch):
+    """Fails if a signal waits for all texts, or a part of a rollout is learned from."""
+    generate, drawn = Generator.generate, []
+
+    def stopped_later(self, *args, **settings):
+        if len(drawn) == 1:  # the second rollout
+            os.kill(os.getpid(), signal.SIGTERM)
+        drawn.append(generate(self, *args, **settings))
+        return drawn[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generator, "generate", stopped_later)
+        trainer = rl_run.fit(tmp_path)
+    assert {text.finish_reason for text in drawn[1]} == {"abort"}
+    assert trainer.exit_status == 143
+    assert trainer.store.steps() == (1,)
+    assert_same(rl_run.fit(tmp_path), whole["trainer"])
+    assert told(tmp_path) == told(whole["directory"])
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,7 @@ from zjax.generation.loading import settings_of_huggingface
 from zjax.observe.progress import describe_values
 from zjax.ops.narrow import WEIGHT_DTYPES
 from zjax.processes import hold
+from zjax.rl import rollout_files
 from zjax.rl.preference_trainer import PreferenceTrainer
 from zjax.run.ending import lowest_evaluation
 from zjax.run.trainer import Trainer
@@ -345,6 +346,7 @@ def rewind(given: flags.FlagValues) -> None:
     store.extra(step)  # raises if there is no such step
     with hold(directory):
         moved = steps.set_aside(store.directory, step)
+        moved += rollout_files.set_aside(store.directory.parent, step)
     for path in moved:
         print(f"set aside: {path}")
     print(f"`zjax train` goes on from step {step}; remove what you do not need")
@@ -364,6 +366,7 @@ def check(given: flags.FlagValues) -> None:
     parser = Parser("zjax check", allow_abbrev=False)
     parser.add_argument("directory", help="of a run, or its checkpoints")
     verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)
+    verdicts = [*map(rollout_files.inspect, verdicts)]
     print(describe_verdicts(verdicts))
     sys.exit(exit_status(verdicts))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from zjax.errors import Problem
 from zjax.schedule.pacing import is_function_name
-from zjax.settings import choices, mixture, rl, schema
+from zjax.settings import choices, mixture, ranges, rl, schema
 
 _UNREAD = (
     "num_epochs",
@@ -97,6 +97,16 @@ def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         problem = f"is above rl.rollout.max_new_tokens={most}"
         remedy = f"use at most {most}"
         yield Problem("rl.overlong.margin", given.overlong.margin, problem, remedy)
+    refills, drawn = given.rollout.max_refills, given.num_texts
+    if refills and drawn * (1 + refills) > ranges.MAX_ROWS:
+        problem = f"draws up to {drawn * (1 + refills):,} texts for a step, more than "
+        problem, remedy = problem + f"{ranges.MAX_ROWS:,}", "use less"
+        yield Problem("rl.rollout.max_refills", refills, problem, remedy)
+    if given.reference and config.lora and config.lora.init_from:
+        problem = "starts beside the reference (rl.reference), which is the model "
+        problem += "without adapters"
+        remedy = "merge the adapters (zjax export) and use checkpoint.init_from"
+        yield Problem("lora.init_from", config.lora.init_from, problem, remedy)
     if given.reference and not config.checkpoint.init_from:
         problem = "diverges from weights that know nothing: the run starts from random "
         remedy = "set checkpoint.init_from, or leave it out"

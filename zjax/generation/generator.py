@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import gc
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -231,6 +231,7 @@ class Generator:
         sampling: Sampling = GREEDY,
         *,
         seeds: List[int] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> list[Text]:
         """Writes texts, and returns them when all are complete.
 
@@ -238,6 +239,8 @@ class Generator:
             prompts: Texts, token ids, or conversations (lists of messages).
             sampling: How tokens are chosen, and where texts end.
             seeds: Seed of the draws of each prompt, in place of `sampling.seed`.
+            stopped: Function that is asked between passes; once it returns True, all
+                texts end, by `abort`. Several processes do not ask.
 
         Returns:
             `num_samples` texts of each prompt, in order.
@@ -254,7 +257,7 @@ class Generator:
             return [
                 text
                 for number, ticket in enumerate(tickets)
-                for text in self._collect(number, ticket)
+                for text in self._collect(number, ticket, stopped)
             ]
         except BaseException:  # Ctrl-C in a notebook, whose generator lives on
             for ticket in tickets:
@@ -476,11 +479,13 @@ class Generator:
             streams = [TextStream(*form) for _ in samples]
         return Ticket(sampling, ids, samples, streams, self._cancel)
 
-    def _collect(self, number: int, ticket: Ticket) -> list[Text]:
-        """Waits for the texts of a ticket."""
+    def _collect(
+        self, number: int, ticket: Ticket, stopped: Callable[[], bool] = lambda: False
+    ) -> list[Text]:
+        """Waits for the texts of a ticket, or until a function says to stop."""
         self._worker.wait(ticket)
         news: list[list[Delta]] = [[] for _ in ticket.sequences]
-        for delta in ticket:
+        for delta in ticket.news(stopped):
             news[delta.sample].append(delta)
         scores = _join_prompt(ticket, news[0])
         return [_join(number, ticket, deltas, scores) for deltas in news]

@@ -16,6 +16,9 @@ from zjax.generation.sampling import Logprobs, Sampling
 from zjax.generation.sequence import Sequence
 from zjax.generation.text import TextStream
 
+_ASK_SECONDS = 0.1
+"""Most seconds between two questions whether to stop."""
+
 
 class Delta(NamedTuple):
     """What is new of one of the texts that a request asked for."""
@@ -78,6 +81,17 @@ class Ticket:
         while self._num_open:
             # Whoever iterates again must not wait for news that nobody writes.
             yield self._take(self._failure or self._deltas.get())
+
+    def news(self, stopped: Callable[[], bool]) -> Iterator[Delta]:
+        """Waits for news as `__iter__`; cancels all texts once a function says so."""
+        while self._num_open:
+            if stopped():
+                self.cancel()
+            try:
+                delta = self._failure or self._deltas.get(timeout=_ASK_SECONDS)
+            except queue.Empty:
+                continue
+            yield self._take(delta)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Waits for news as `__iter__` does, without blocking the event loop."""

@@ -86,7 +86,7 @@ def decoupled_advantages(
 
     Args:
         rewards: Reward of each sample by each of R reward functions; NaN for a missing
-            reward, which adds nothing to the advantage of the sample.
+            reward, which leaves the sample out of all rewards.
         weights: Weight of each reward function.
 
     Returns:
@@ -101,6 +101,7 @@ def decoupled_advantages(
     Reference:
         Liu et al., GDPO (arXiv:2601.05242).
     """
+    rewards = jnp.where(jnp.isnan(rewards).any(0), jnp.nan, rewards)
     return jnp.einsum("rpg,r->pg", jax.vmap(group_advantages)(rewards), weights)
 
 
@@ -111,20 +112,20 @@ def total_rewards(
 
     Args:
         rewards: Reward of each sample by each of R reward functions; NaN for a missing
-            reward, which adds nothing.
+            reward.
         weights: Weight of each reward function.
 
     Returns:
-        The sums; NaN where every reward of a sample is missing.
+        The sums; NaN where a reward of a sample is missing: a part of a sum does not
+        compare with the sums of other samples.
 
     Example:
         >>> rewards = jnp.array([[[1.0, 1.0, jnp.nan]], [[0.5, jnp.nan, jnp.nan]]])
         >>> total_rewards(rewards, jnp.array([2.0, 1.0])).tolist()
-        [[2.5, 2.0, nan]]
+        [[2.5, nan, nan]]
     """
-    valid = ~jnp.isnan(rewards)
-    sums = jnp.einsum("rpg,r->pg", masked(rewards, valid), weights)
-    return jnp.where(valid.any(0), sums, jnp.nan)
+    # NaN times a weight is NaN, of whatever other rewards.
+    return jnp.einsum("rpg,r->pg", rewards, weights)
 
 
 def summed(estimate: Estimate) -> EstimateOfSeveral:

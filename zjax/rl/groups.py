@@ -242,10 +242,7 @@ class Groups:
         given = [rollout.rewards[name] for name in self._weights]
         found = [math.nan if x is None else x for x in given]
         if isinstance(self._overlong, SoftPenalty):
-            has_reward = any(x is not None for x in given)
-            # A penalty alone is no judgement of the text.
-            length = len(rollout.ids)
-            found.append(self._overlong(length) if has_reward else math.nan)
+            found.append(self._overlong(len(rollout.ids)))
         return found
 
     def _total(self, rollout: Rollout) -> float:
@@ -259,12 +256,10 @@ class Groups:
         return self._overlong == "mask" and rollout.finish_reason == "length"
 
     def _is_uniform(self, group: Mapping[int, Rollout]) -> bool:
-        """Whether neither a reward that counts nor the sum tells two samples apart."""
+        """Whether no reward that counts tells two samples with rewards apart."""
         names = [name for name, weight in self._weights.items() if weight]
-        given = [{x.rewards[name] for x in group.values()} for name in names]
-        # A sum differs where a sample has no reward by one of several functions.
-        given.append({x.total(self._weights) for x in group.values()})
-        return all(len(rewards - {None}) < 2 for rewards in given)
+        scored = [x for x in group.values() if x.total(self._weights) is not None]
+        return all(len({x.rewards[name] for x in scored}) < 2 for name in names)
 
     def _dropped(self) -> list[int]:
         """Lists prompts whose complete groups teach nothing, if these are dropped."""

@@ -8,6 +8,7 @@ from zjax.errors import CheckpointError, DataError, Problem
 from zjax.rl.reward_run import RewardRun, judge_problems
 from zjax.rl.rewards import RewardPool, add_scores
 from zjax.rl.rollouts import Rollout
+from zjax.rl.stopping import Stopped, check, never, until
 from zjax.settings import rl, schema
 
 
@@ -79,26 +80,32 @@ class Judges:
         """
         _ = self._pool if self.functions else None
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def score(
+        self, rollouts: Sequence[Rollout], *, stopped: Stopped = never
+    ) -> list[Rollout]:
         """Adds the rewards of all judges to rollouts.
 
         Args:
             rollouts: Texts without rewards.
+            stopped: Function that is asked between texts whether to stop.
 
         Returns:
             Copies with rewards, in order. A text that a function failed for has none.
 
         Raises:
             DataError: A judge has a reward for no text, or one that is not finite.
+            RolloutStopped: The function said so.
         """
         scored = [*rollouts]
         for name, run in self._runs.items():
+            check(stopped)
             scored = add_scores(scored, name, run)
             if all(x.rewards[name] is None for x in scored):
                 problem, remedy = "scores none of the texts", "shorten the texts"
                 raise DataError(Problem("rewards", name, problem, remedy))
         # Last: a function that fails takes the rewards before from a text.
-        return self._pool.score(scored) if self.functions else scored
+        given = until(stopped, scored)
+        return self._pool.score(given) if self.functions else scored
 
     def close(self) -> None:
         """Ends the processes."""

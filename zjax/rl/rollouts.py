@@ -74,8 +74,9 @@ class Rollout:
         ...     logprobs=[-0.5, -0.25], finish_reason="stop", text="4",
         ...     row={"answer": 4}, rewards={"exact": 1.0, "short": None},
         ... )
-        >>> rollout.ids.dtype, rollout.total({"exact": 2.0, "short": 1.0})
+        >>> rollout.ids.dtype, rollout.total({"exact": 2.0})
         (dtype('int32'), 2.0)
+        >>> rollout.total({"exact": 2.0, "short": 1.0})
     """
 
     prompt: int
@@ -113,11 +114,15 @@ class Rollout:
             weights: Weight of each reward function that counts.
 
         Returns:
-            The sum over functions that gave a reward; None if no function did.
+            The sum; None if a function gave no reward, as a part of the sum does not
+            compare with the sums of other texts.
         """
-        found = {name: self.rewards.get(name) for name in weights}
-        given = [weights[name] * x for name, x in found.items() if x is not None]
-        return sum(given) if given else None
+        total = 0.0
+        for name, weight in weights.items():
+            if (reward := self.rewards.get(name)) is None:
+                return None
+            total += weight * reward
+        return total
 
 
 _ARRAYS = {"prompt_ids": np.int32, "ids": np.int32, "logprobs": np.float32}

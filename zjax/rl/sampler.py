@@ -13,6 +13,7 @@ from zjax.generation.sampling import Sampling
 from zjax.generation.sizes import MAX_ROWS
 from zjax.rl.prompts import PromptSet
 from zjax.rl.rollouts import Rollout
+from zjax.rl.stopping import Stopped, check, never
 from zjax.sharding.mesh import BATCH_AXES, num_shares
 from zjax.train.average import with_part
 
@@ -49,6 +50,7 @@ class Sampler:
         *,
         step: int,
         part: str = "raw",
+        stopped: Stopped = never,
     ) -> list[Rollout]:
         """Draws `num_samples` texts of each prompt.
 
@@ -62,10 +64,16 @@ class Sampler:
             num_samples: Texts of a prompt.
             step: Number of optimizer steps of the weights.
             part: Weights to draw from; `raw` are the weights that learn.
+            stopped: Function that is asked between passes whether to stop; in one
+                process alone, as several have to run equal passes.
 
         Returns:
             The texts, by prompt and sample.
+
+        Raises:
+            RolloutStopped: The function said so; texts in flight are dropped.
         """
+        check(stopped)
         given = [prompts.at(number) for number in numbers]
         num_texts = len(numbers) * num_samples
         num_shards = num_shares(self._run.mesh, BATCH_AXES)
@@ -83,7 +91,9 @@ class Sampler:
                 [prompt.ids for prompt in given],
                 sampling,
                 seeds=[self._seed_of(number) for number in numbers],
+                stopped=stopped,
             )
+        check(stopped)
         described = {"temperature": sampling.temperature}
         return [
             Rollout(

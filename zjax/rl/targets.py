@@ -15,6 +15,7 @@ from zjax.rl.minibatches import Minibatches
 from zjax.rl.policy import logprobs_of, values_of
 from zjax.rl.reference import Reference
 from zjax.rl.rollouts import Rollout
+from zjax.rl.stopping import Stopped, never, until
 from zjax.rl.weight_digest import digest_weights
 from zjax.run.first_state import first_state
 from zjax.settings import rl
@@ -62,6 +63,7 @@ class TokenTargets:
     ):
         self._run, self._settings, self._minibatches = run, settings, minibatches
         self._names, self._critic = names, critic
+        self._stopped: Stopped = never
         self._reference, self.position = None, dict[str, Any]()
         if given := settings.reference:
             start, plan = _first_weights(run, state)
@@ -70,13 +72,20 @@ class TokenTargets:
                 digest = digest_weights(start, plan)
                 self.position = {"weights of checkpoint.init_from": digest}
 
-    def __call__(self, state: Any, experience: Experience) -> Learned:
+    def __call__(
+        self, state: Any, experience: Experience, *, stopped: Stopped = never
+    ) -> Learned:
         """Returns advantages, further values of tokens, and metrics.
 
         Args:
             state: State of the weights that drew the texts; not consumed.
             experience: Texts with rewards.
+            stopped: Function that is asked between passes whether to stop.
+
+        Raises:
+            RolloutStopped: The function said so.
         """
+        self._stopped = stopped
         rollouts, reference = experience.rollouts, self._settings.reference
         arrays, values = dict[str, Values](), dict[str, float]()
         at_temperature = {"temperature": self._settings.rollout.temperature}
@@ -115,7 +124,7 @@ class TokenTargets:
         """Computes a value of each token of texts, in packed batches."""
         found = list[np.ndarray]()
         nothing = np.zeros(len(rollouts), np.float32)  # no advantage
-        for chosen in self._minibatches.in_order(len(rollouts)):
+        for chosen in until(self._stopped, self._minibatches.in_order(len(rollouts))):
             packed = self._minibatches.pack(rollouts, nothing, {}, chosen)
             # A forward pass takes the batches of a step, and reads none of these.
             unread = np.zeros_like(packed.batch["weights"])

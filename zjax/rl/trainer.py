@@ -29,8 +29,10 @@ from zjax.rl.recipes import (
     make_objective,
 )
 from zjax.rl.report import pass_rates, write_samples
+from zjax.rl.rollout_files import FOLDER
 from zjax.rl.rollouts import Rollout
 from zjax.rl.sampler import Sampler
+from zjax.rl.stopping import Stopped, never
 from zjax.rl.targets import TokenTargets
 from zjax.rl.updates import Update, Updates
 from zjax.run import trainer as training
@@ -47,8 +49,6 @@ Rows = Iterable[Mapping[str, Any]]
 """Records with a `prompt` or `messages`, and fields for the reward functions."""
 _MOST_TRUNCATED = 3
 """Rollouts in a row of which nothing can be learned, before the run ends."""
-_FILES = "rollouts"
-"""Folder of what is left of rollouts, in the directory of a run."""
 
 
 class Trainer(training.Trainer):
@@ -132,6 +132,12 @@ class Trainer(training.Trainer):
     def _settings(self) -> rl.Rl:
         assert self.config.rl is not None  # `_unread` refuses None
         return self.config.rl
+
+    @property
+    def _stopped(self) -> Stopped:
+        """Function that tells whether to drop the rollout in flight."""
+        # Processes hear of a signal at different moments, and have to run equal passes.
+        return self._is_stopped if jax.process_count() == 1 else never
 
     def _make_model(self, model: Model | None) -> tuple[Model, Batch | None]:
         """Makes the policy, and shapes of the largest batch."""
@@ -229,7 +235,7 @@ class Trainer(training.Trainer):
         text = f"rollouts: {rollout.num_prompts} of {len(self._prompts):,} prompts x "
         text += f"{rollout.num_samples} texts of up to {rollout.max_new_tokens} "
         text += f"tokens, {number} {'steps' if number > 1 else 'step'} on each"
-        files = self._directory / _FILES
+        files = self._directory / FOLDER
         place = self.run.step.place_batch
         return Updates(
             self._draw,
@@ -270,7 +276,7 @@ class Trainer(training.Trainer):
         experience, next_prompt = self._collect(first, step)
         drawn = time.perf_counter()
         rollouts = experience.rollouts
-        learned = self._tokens(self.state, experience)
+        learned = self._tokens(self.state, experience, stopped=self._stopped)
         values = {**learned.values, **experience.metrics}
         values |= self._speed(began, drawn, rollouts)
         given = rollouts, learned.advantages, learned.arrays
@@ -315,9 +321,14 @@ class Trainer(training.Trainer):
         while groups.num_wanted:
             numbers = range(first, first := first + rollout.num_prompts)
             drawn = self._sampler.draw(
-                self.state, self._prompts, numbers, rollout.num_samples, step=step
+                self.state,
+                self._prompts,
+                numbers,
+                rollout.num_samples,
+                step=step,
+                stopped=self._stopped,
             )
-            groups.add(self._judges.score(drawn))
+            groups.add(self._judges.score(drawn, stopped=self._stopped))
         passed = self._passed(groups.rollouts)  # of all that were drawn
         experience = groups.take()
         metrics = {**experience.metrics, **passed}
@@ -399,6 +410,11 @@ class Trainer(training.Trainer):
     def _counts_tokens(self) -> bool:
         """Returns False: texts have other lengths than rows."""
         return False
+
+    def _fit(self) -> TrainState:
+        """Trains under the lock of the directory, without files of killed runs."""
+        self.loader.forget(self.store.steps())
+        return super()._fit()
 
     def save(self) -> None:
         """Starts to write a checkpoint, with what is left of the rollout beside.

@@ -1,18 +1,13 @@
 """Updates: the batches that a run makes of its own texts, in order, and resumable."""
 
 import collections
-import hashlib
-import io
-import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
 from zjax.errors import DataError, Problem
-from zjax.files import new_file, writing
+from zjax.rl import rollout_files
+from zjax.rl.stopping import RolloutStopped
 
 Values = Mapping[str, float]
 
@@ -71,6 +66,8 @@ class Updates:
         while not self._left:  # no text of a rollout may be left to learn from
             try:
                 updates, self._next_prompt = self._draw(self._next_prompt)
+            except RolloutStopped as error:  # the same texts are drawn by a later run
+                raise StopIteration from error
             except DataError as error:  # such as rewards that all failed
                 self.failure = error
                 raise StopIteration from error
@@ -101,11 +98,9 @@ class Updates:
         state = {"step": self._step, "next_prompt": self._next_prompt}
         left = None
         if self._left:
-            path, arrays = self._path(self._step), [x.batch for x in self._left]
+            path = rollout_files.path_at(self._directory, self._step)
             left = {
-                "file": path.name,
-                "sha256": _write(path, arrays),
-                "bytes": path.stat().st_size,
+                **rollout_files.write(path, [x.batch for x in self._left]),
                 "values": [dict(x.values) for x in self._left],
                 "settings": self._half_learned,
             }
@@ -141,66 +136,12 @@ class Updates:
         ]
         if problems:
             raise DataError(*problems)
-        self._left = collections.deque(self._read(left) if left else ())
+        self._left = collections.deque[Update]()
+        if left:
+            batches = rollout_files.read(self._directory, left)
+            self._left.extend(map(Update, batches, left["values"]))
         self._step, self._next_prompt = state["step"], state["next_prompt"]
 
     def forget(self, steps: Sequence[int]) -> None:
-        """Removes files of other steps than these, whose checkpoints are kept."""
-        kept = {self._path(step) for step in steps}
-        for path in self._directory.glob("*.npz"):
-            if path not in kept:
-                path.unlink(missing_ok=True)
-
-    def _path(self, step: int) -> pathlib.Path:
-        return self._directory / f"{step}.npz"
-
-    def _read(self, left: Mapping[str, Any]) -> Iterator[Update]:
-        """Yields the updates that a file holds, after a check of all bytes."""
-        path = self._directory / left["file"]
-        try:
-            content = _read_bytes(path, left["bytes"])
-        except OSError as error:
-            problem, remedy = f"cannot be read ({error.strerror})", _REMEDY
-            raise DataError(Problem("rollout", str(path), problem, remedy)) from error
-        if hashlib.sha256(content).hexdigest() != left["sha256"]:
-            problem = "is not the file that the checkpoint was saved with"
-            raise DataError(Problem("rollout", str(path), problem, _REMEDY))
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            flat = {name: file[name] for name in file.files}
-        for number, values in enumerate(left["values"]):
-            yield Update(_nested(flat, f"{number}/"), values)
-
-
-_REMEDY = "restore the file, or continue from another checkpoint"
-
-
-def _read_bytes(path: pathlib.Path, size: int) -> bytes:
-    """Reads at most a byte more than a file should have."""
-    with path.open("rb") as file:
-        return file.read(size + 1)
-
-
-def _write(path: pathlib.Path, batches: Sequence[Mapping[str, Any]]) -> str:
-    """Writes batches, completely or not at all; returns the checksum of the file."""
-    flat = {
-        os.fspath(pathlib.PurePosixPath(str(number), *(part.key for part in keys))): x
-        for number, batch in enumerate(batches)
-        for keys, x in jax.tree_util.tree_leaves_with_path(batch)
-    }
-    with writing(path), new_file(path) as partial:
-        with partial.open("wb") as file:
-            np.savez(file, **flat)
-        return hashlib.sha256(partial.read_bytes()).hexdigest()
-
-
-def _nested(flat: Mapping[str, np.ndarray], prefix: str) -> dict[str, Any]:
-    """Returns the arrays below a prefix in nested dicts."""
-    batch: dict[str, Any] = {}
-    for name, x in flat.items():
-        if name.startswith(prefix):
-            *outer, last = name.removeprefix(prefix).split("/")
-            inner = batch
-            for key in outer:
-                inner = inner.setdefault(key, {})
-            inner[last] = x
-    return batch
+        """Removes the files of other steps: their checkpoints are gone."""
+        rollout_files.forget(self._directory, steps)

@@ -219,6 +219,10 @@ class Stop:
             return multihost_utils.reached_preemption_sync_point(step)
         return bool(self._caught)
 
+    def is_requested(self) -> bool:
+        """Whether this process was asked to stop; other processes may not know yet."""
+        return bool(self._caught)
+
     @property
     def exit_status(self) -> int:
         """Exit status of a stopped program: 128 plus the number of the signal."""

@@ -172,6 +172,8 @@ class Trainer:
             self.config, self.run, writes_text=self._is_language_model
         )
         self.exit_status = 0
+        self._is_stopped: Callable[[], bool] = lambda: False
+        """Whether a signal asks this process to end the run."""
         self._last_evaluation = -1, 0.0
         """Step and loss of the newest evaluation."""
 
@@ -234,12 +236,13 @@ class Trainer:
             self.loader,
             CompileAhead(self._schedule, self._compile, step + 1) as ahead,
         ):
+            self._is_stopped = stopped.is_requested
             last_saved, data_ended, save_due = step, False, False
             reason = self._patience.reason
             while step < config.num_steps and not reason and not stopped(step):
                 batch = next(self.loader, None)
-                data_ended = batch is None
-                if data_ended:
+                if batch is None:
+                    data_ended = not stopped.is_requested()
                     break
                 # One process may fail alone; the request makes all processes stop
                 # together.

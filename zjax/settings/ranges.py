@@ -126,6 +126,7 @@ Width = Annotated[int, at_least(0, MAX_WIDTH)]
 SomeWidth = Annotated[int, at_least(1, MAX_WIDTH)]
 PacedValue = Annotated[int, at_least(0, MAX_VALUE)]
 Workers = Annotated[int, at_least(0, 1_024)]
+Refills = Annotated[int, at_least(0, 1_024)]
 
 
 def or_derived(low: int, maximum: int, meaning: str) -> Range:

@@ -18,7 +18,7 @@ class Rollout:
     """Prompts of a rollout, each of which starts a group of texts."""
     num_samples: ranges.SomeRows = 8
     """Texts of a prompt, whose rewards are compared."""
-    max_refills: ranges.Natural = 0
+    max_refills: ranges.Refills = 0
     """Most further rollouts of a step, which replace groups of equal rewards (dynamic
     sampling of DAPO); 0 keeps these groups, from which nothing is learned."""
     max_new_tokens: ranges.SomeTokens = 512
