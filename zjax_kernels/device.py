@@ -131,22 +131,6 @@ def first_device() -> tuple[str, tuple[int, int]]:
     return "cuda", (int(major), int(minor))
 
 
-def untried(requested: str, what: str) -> str:
-    """Returns why `auto` leaves arrays to the reference, for a kernel that is new.
-
-    Until a kernel has run on a GPU, it runs only where asked for.
-
-    Example:
-        >>> untried("auto", "pages in float8")
-        "the kernel for pages in float8 is untried; implementation='mosaic_gpu' runs it"
-        >>> untried("mosaic_gpu", "pages in float8")
-        ''
-    """
-    if requested != "auto":
-        return ""
-    return f"the kernel for {what} is untried; implementation='mosaic_gpu' runs it"
-
-
 def dtype_obstacle(*arrays: Any) -> tuple[str, str]:
     """Returns problem and remedy of arrays without one dtype of 16 bits, or nothing."""
     dtypes = {x.dtype.name for x in arrays}

@@ -15,7 +15,6 @@ from zjax_kernels.device import (
     dtype_obstacle,
     load_implementation,
     refuse,
-    untried,
 )
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -70,10 +69,10 @@ def paged_attention(
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, or pages in float8,
             D and Dv both 64, 128 or 256, pages of 16, 32, ... 256 tokens), `reference`
             (anywhere, any sharding of heads), or `auto`: `mosaic_gpu` where possible,
-            logged once, but `reference` for float8. Latents, which `mosaic_gpu` reads
-            once, are one array for keys and values, with D a multiple of 64 up to 576,
-            a smaller `value_size` of 128, 256, 384 or 512, and H / KV 8, 16, 32, 64 or
-            128, without window, cap and sinks.
+            logged once. Latents, which `mosaic_gpu` reads once, are one array for keys
+            and values, with D a multiple of 64 up to 576, a smaller `value_size` of
+            128, 256, 384 or 512, and H / KV 8, 16, 32, 64 or 128, without window, cap
+            and sinks.
 
     Returns:
         [C, T, H, Dv], or [C, T, H, value_size], in the dtype of `q`; 0 for tokens that
@@ -105,8 +104,6 @@ def paged_attention(
         early=early,
     )
     problem, remedy = _obstacle(q, cache, sinks, options)
-    if keys.dtype == FLOAT8:
-        problem = problem or untried(implementation, "pages in float8")
     chosen = choose_implementation(
         implementation,
         "paged attention",

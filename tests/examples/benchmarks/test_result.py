@@ -220,7 +220,6 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 
 UNPUBLISHED = {
-    "decode_7b_torch",
     "moe_layer_vs_sonic",
     "tensor_6p7b",
     "three_d",

@@ -25,7 +25,6 @@ from zjax_kernels.device import (
     describe,
     load_implementation,
     refuse,
-    untried,
 )
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -75,7 +74,7 @@ def few_rows_matmul(
             M multiples of 64; for codes 1 to 128 rows of bfloat16 as they are, K a
             multiple of 128, for int4 of 256, and one group, or groups of 64 or 128),
             `reference` (anywhere, any sharding), or `auto`: `mosaic_gpu` where
-            possible, logged once, but `reference` for float8.
+            possible, logged once.
 
     Returns:
         [N, M] in the dtype of `x`, summed in float32. There is no gradient rule.
@@ -97,8 +96,6 @@ def few_rows_matmul(
     options = Options(float(eps), activation, rounds_rows=rounds_rows, early=early)
     _check(operands, options)
     problem, remedy = _obstacle(operands, options)
-    if weights.dtype == FLOAT8:
-        problem = problem or untried(implementation, "codes of float8")
     rows, depth = x.shape
     chosen = choose_implementation(
         implementation,

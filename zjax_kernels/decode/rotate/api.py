@@ -14,7 +14,6 @@ from zjax_kernels.device import (
     dtype_obstacle,
     load_implementation,
     refuse,
-    untried,
 )
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -63,8 +62,7 @@ def rotate_and_write(
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays of one dtype, or
             pages in float8, D of 64, 128 or 256, `half` and D - 2 `half` multiples of
             32, 4 heads or more), `reference` (anywhere, any sharding of heads), or
-            `auto`: `mosaic_gpu` where possible, logged once, but `reference` for
-            float8.
+            `auto`: `mosaic_gpu` where possible, logged once.
 
     Returns:
         [N, 1, H, D] queries in the dtype of `product`, keys and values. There is no
@@ -108,8 +106,6 @@ def rotate_and_write(
         early=early,
     )
     problem, remedy = _obstacle(operands, keys, values)
-    if keys.dtype == FLOAT8:
-        problem = problem or untried(implementation, "pages in float8")
     chosen = choose_implementation(
         implementation,
         "rotation of decoded tokens",
