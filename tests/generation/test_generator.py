@@ -547,7 +547,7 @@ def test_a_text_that_cannot_be_decoded_ends_no_text_of_others():
     with Generator(decoder, prompts=prompts, max_rows=4) as generator:
         wanted = ids_of(generator.generate(["b"], sampling))
         broken = generator._ticket("a", [97], sampling, is_streamed=False)
-        broken._streams[1].push = fail
+        broken._streams[1].write = fail
         generator._worker.add(broken)
         other = generator.submit("b", sampling)
         with pytest.raises(DataError) as error:

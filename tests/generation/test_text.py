@@ -53,6 +53,7 @@ def write(stream, ids):
 def check_whole(vocabulary, ids):
     told = write(TextStream(vocabulary), ids)
     assert "".join(told) == vocabulary.decode(ids)
+    assert TextStream(vocabulary).write(ids) == vocabulary.decode(ids)
     return told
 
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import signal
+import time
 
 import jax
 import numpy as np
@@ -262,12 +263,15 @@ def test_other_prompts_are_refused_at_resume(whole, tmp_path):
 
 
 def test_held_out_prompts_are_evaluated(tmp_path):
+    """Fails if the speed of the update counts the time of an evaluation."""
     given = "evaluation.num_batches=-1", "rl.evaluation_samples=2", "num_steps=1"
     trainer = rl_run.make_trainer(
         tmp_path, *given, evaluation_prompts=rl_run.PROMPTS[:2]
     )
     first = trainer.evaluate()
+    trainer._began = began = time.perf_counter()
     assert first == trainer.evaluate()
+    assert trainer._began - began > 0.9 * (time.perf_counter() - began)
     assert 0 <= first["eval_pass_at_1"] <= first["eval_pass_at_k"] <= 1
     assert first["eval_num_drawn_groups"] == 2
     assert math.isfinite(first["eval_reward"])

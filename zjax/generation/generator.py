@@ -342,7 +342,7 @@ class Generator:
             sampling: How tokens are chosen, and where texts end.
             special_tokens: Whether names of special tokens in a text are these tokens.
             is_streamed: Whether tokens are wanted one by one; else a few come at once,
-                which is faster.
+                and the text with the last, which is faster.
 
         Returns:
             Ticket, whose news are read by `for` or `async for`.

@@ -25,8 +25,6 @@ MAX_DRAFTS = 15
 """Most drafts that a row reads in a pass."""
 _LANES = 1, 8, 64
 """Rows of passes with fewer rows than there may be."""
-_FEW_ROWS = 64
-"""Rows up to which devices may read a token faster than the host plans a pass."""
 _DRAFTED_LANES = 8
 """Rows of the smaller pass with drafts."""
 _DRAFTED_TOKENS = 256
@@ -41,9 +39,10 @@ _ROW_TOKENS = 4096
 def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
     """Returns the sizes of passes: each is a program, so they are few.
 
-    There are 6 at most: up to 4 of rows, up to 2 of rows that read several tokens, and
-    1 with chunks of prompts. Drafts add a pass of up to 8 rows, and a pass of as many
-    rows as read 256 tokens at once.
+    There are 7 at most: up to 4 of rows, up to 2 of rows that read several tokens, as
+    devices may read a token faster than the host plans a pass, and 1 with chunks of
+    prompts. Drafts add a pass of up to 8 rows, and a pass of as many rows as read 256
+    tokens at once.
 
     Example:
         >>> [size.lanes for size in sizes_of(64)]
@@ -54,8 +53,8 @@ def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
         [(8, 8), (32, 8)]
     """
     lanes = [number for number in _LANES if number < max_rows] + [max_rows]
-    several = sorted({1, max_rows} if max_rows <= _FEW_ROWS else {1})
-    sizes = [*map(Size, lanes), *(Size(number, steps=NUM_STEPS) for number in several)]
+    several = [Size(number, steps=NUM_STEPS) for number in sorted({1, max_rows})]
+    sizes = [*map(Size, lanes), *several]
     sizes.append(Size(max_rows, NUM_CHUNKS))
     if num_drafts:
         width = 1 + num_drafts

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import itertools
 import queue
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -26,7 +27,8 @@ class Delta(NamedTuple):
     sample: int
     """Number of the text among the samples of the request."""
     text: str
-    """Text that no later token changes; "" without a tokenizer."""
+    """Text that no later token changes; "" without a tokenizer. A text that nobody
+    reads token by token comes with the last delta, unless a string may end it."""
     ids: list[int]
     """New tokens. Their text may come later."""
     logprobs: Float32[np.ndarray, " n"]
@@ -132,28 +134,14 @@ class Ticket:
 
         A stop string cuts the text, and is the reason of the end.
         """
-        sequence = news.sequence
-        sample, ids = sequence.request.sample, news.tokens
-        text, reason = "", sequence.finish_reason
-        if self._streams:
-            stream = self._streams[sample]
-            for number, token in enumerate(ids, start=1):
-                if token in (self.sampling.end_ids or ()):
-                    break  # an end id ends the text, and is no part of the text
-                piece, is_over = stream.push(token)
-                text += piece
-                if is_over:
-                    ids, reason = ids[:number], "stop"
-                    break
-            is_over = reason is not None and self.sampling.max_new_tokens > 0
-            text += stream.flush() if is_over else ""
+        text, ids, reason = self._read_text(news)
         prompt, num_best = news.prompt, self.sampling.prompt_logprobs or 0
         if prompt is not None:
             pairs = prompt.best_ids[:, :num_best], prompt.best_logprobs[:, :num_best]
             prompt = Logprobs(prompt.logprobs, *pairs)
         size, best = len(ids), self.sampling.num_logprobs or 0
         return Delta(
-            sample,
+            news.sequence.request.sample,
             text,
             ids,
             news.logprobs[:size],
@@ -164,12 +152,42 @@ class Ticket:
             self._cut_experts(news, size) if reason else None,
         )
 
+    def _read_text(self, news: News) -> tuple[str, list[int], str | None]:
+        """Returns the new text, the new tokens, and the reason of the end if any.
+
+        A text that nobody reads token by token, and that no string ends, is decoded
+        when it is complete: one token after another would cost the host more time than
+        a small model needs for the tokens.
+        """
+        sequence, ids, reason = news.sequence, news.tokens, news.sequence.finish_reason
+        if not self._streams:
+            return "", ids, reason
+        stream, ends = self._streams[sequence.request.sample], self.sampling.end_ids
+        is_over = reason is not None and self.sampling.max_new_tokens > 0
+        text = ""
+        if not (sequence.is_streamed or self.sampling.stop):
+            if is_over:
+                text = stream.write(_before(sequence.generated, ends))
+            return text, ids, reason
+        for number, token in enumerate(_before(ids, ends), start=1):
+            piece, is_stopped = stream.push(token)
+            text += piece
+            if is_stopped:
+                return text + stream.flush(), ids[:number], "stop"
+        return text + (stream.flush() if is_over else ""), ids, reason
+
     def _cut_experts(self, news: News, size: int) -> np.ndarray | None:
         """Copies the experts of a text that ends with the first `size` new tokens."""
         if news.experts is None:
             return None
         # Of a longer array, which is freed.
         return news.experts[: len(news.experts) - len(news.tokens) + size].copy()
+
+
+def _before(ids: list[int], end_ids: Iterable[int] | None) -> list[int]:
+    """Returns the ids before an end id, which is no part of the text."""
+    ends = frozenset(end_ids or ())
+    return [*itertools.takewhile(lambda token: token not in ends, ids)]
 
 
 def wake(tickets: Iterable[Ticket]) -> None:

@@ -1,10 +1,11 @@
 """Trainer of reinforcement learning: rollout and update in turn on the same arrays."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -358,6 +359,18 @@ class Trainer(training.Trainer):
             "rollout_share": share,
         }
 
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """Excludes enclosed work from the time of the update."""
+        jax.block_until_ready(self.state)  # the time before belongs to the update
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._began is not None:
+                # As if the update had begun later.
+                self._began += time.perf_counter() - start
+
     def evaluate(self, part: str = "auto") -> dict[str, float]:
         """Draws texts of the held-out prompts, and scores them.
 
@@ -385,15 +398,16 @@ class Trainer(training.Trainer):
         if batches > 0:
             most = batches * self.config.global_batch_size // samples
             number = max(1, min(number, most))
-        drawn = self._sampler.draw(
-            self.state,
-            self._held_out,
-            range(number),
-            samples,
-            step=self.step,
-            part=part,
-        )
-        scored = self._judges.score(drawn)
+        with self._untimed():
+            drawn = self._sampler.draw(
+                self.state,
+                self._held_out,
+                range(number),
+                samples,
+                step=self.step,
+                part=part,
+            )
+            scored = self._judges.score(drawn)
         groups = make_groups(self._settings, number, samples)
         groups.add(scored)
         values = {**groups.take().metrics, **self._passed(scored)}
@@ -423,8 +437,9 @@ class Trainer(training.Trainer):
             CheckpointError: This or the previous checkpoint could not be written.
             OutputError: The rollout could not be written.
         """
-        super().save()
-        self.loader.forget([*self.store.steps(), self.step])
+        with self._untimed():
+            super().save()
+            self.loader.forget([*self.store.steps(), self.step])
 
     def close(self) -> None:
         """Waits for the last checkpoint, and ends all threads and processes.

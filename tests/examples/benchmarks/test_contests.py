@@ -40,6 +40,8 @@ SCRIPTS = (
     "pipeline_peer",
     "plain_jax",
     "published_rates",
+    "rl_cases",
+    "rl_trl",
     "serve_clients",
     "shape",
     "slow_network_peer",
