@@ -47,12 +47,12 @@ PACKED = ((0, 2), (1,)), ((2,), (1,), (0,))
 SIZES = (Size(ROWS, 2),)
 
 
-def write(decoder, *, chunk_size, sizes=SIZES):
+def write(decoder, *, chunk_size, sizes=SIZES, page_size=PAGE):
     """Texts that are drawn, and the log-probabilities of the passes that drew them."""
-    pool = Pool(PAGES, PAGE)
+    pool = Pool(PAGES, page_size)
     scheduler = Scheduler([pool], ROWS, LENGTH, sizes, chunk_size=chunk_size)
     shapes = {"num_slots": ROWS, "max_length": LENGTH}
-    passes = decoder.passes(num_pages=PAGES, page_size=PAGE, **shapes)
+    passes = decoder.passes(num_pages=PAGES, page_size=page_size, **shapes)
     found = {}
     for number, (prompt, num_new) in enumerate(zip(PROMPTS, WANTED, strict=True)):
         how = {"num_logprobs": 0, "filtered_logprobs": True}

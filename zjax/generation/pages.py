@@ -120,8 +120,7 @@ def _attend_to_pages(
 ) -> Float[Array, "C T H Dv"]:
     """Attends to all earlier tokens, or to the last tokens in a window."""
     if how.invariant:
-        places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        where = chunks.pages, chunks.starts[:, None] + places
+        where = chunks.pages, chunks.starts, chunks.counts
         scores = scores_of(how.bounds, q.shape[-1])
         return attend_to_pages(q, *cache.read(), *where, scores, how.sinks)
     return paged_attention(

@@ -213,7 +213,9 @@ def _multiply_heads(
     return jnp.einsum("blhc,hcd->blhd", x, matrices)
 
 
-_multiply_in_order = jax.vmap(invariant_layers.dot, in_axes=(2, 0), out_axes=2)
+_multiply_in_order = jax.vmap(
+    functools.partial(invariant_layers.dot, alone=False), in_axes=(2, 0), out_axes=2
+)
 """Multiplies as `_multiply_heads` does, with sums in one order."""
 
 

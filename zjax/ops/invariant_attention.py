@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from zjax.ops import invariant
 from zjax.ops.attention import Bounds
 from zjax.ops.invariant import fence, product, total
+from zjax_kernels import invariant as kernels
 
 BLOCK = 16
 """Keys of a block."""
@@ -148,7 +149,13 @@ def attend_to_rows(
         fetch, num_blocks = _rows(k, v, others[-1])
         return attend(q, fetch, num_blocks, others[-1], scores, sinks)
 
-    run = invariant.with_gradient_of(compute_plain, compute)
+    def run_kernel(q: Any, k: Any, v: Any, sinks: Any, *others: Any) -> Any:
+        how = {**scores._asdict(), "sinks": sinks}
+        return kernels.packed_attention(q, k, v, others[-1], **how)
+
+    has_kernel = kernels.has_attention(q, k, v)
+    chosen = run_kernel if has_kernel else compute
+    run = invariant.with_gradient_of(compute_plain, chosen)
     return run(q, k, v, sinks, others=others)
 
 
@@ -171,11 +178,20 @@ def attend_to_pages(
     keys: Float[Array, "N KV page D"],
     values: Float[Array, "N KV page Dv"],
     pages: Int[Array, "C P"],
-    positions: Int[Array, "C T"],
+    starts: Int[Array, " C"],
+    counts: Int[Array, " C"],
     scores: Scores,
     sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "C T H Dv"]:
-    """Attends to the pages of texts, in order, of which chunks are T tokens."""
+    """Attends to the pages of texts, in order.
+
+    Chunks begin at positions `starts` of the texts; `counts` of the T tokens count.
+    """
+    if kernels.has_attention(q, keys, values):
+        how = {**scores._asdict(), "sinks": sinks}
+        where = pages, starts, counts
+        return kernels.paged_attention(q, keys, values, *where, **how)
+    positions = starts[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     page_size, most = keys.shape[2], pages.shape[1] * keys.shape[2]
 
     def fetch(number: Any) -> tuple[jax.Array, jax.Array]:

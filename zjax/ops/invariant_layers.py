@@ -5,6 +5,7 @@ columns: matrices side by side give the bits of the matrices apart. Gradients ar
 of the usual layers.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float
 
 from zjax.ops import activation, invariant, rotary
 from zjax.ops.invariant import product, round_to, total
+from zjax_kernels import invariant as kernels
 from zjax_kernels import norm
 from zjax_kernels.grouped.reference import LIMIT, SLOPE
 
@@ -23,11 +25,17 @@ _DEPTH = 16
 
 
 def dot(
-    x: Float[Array, "..."], kernel: Float[Array, "..."], num_contracted: int = 1
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    num_contracted: int = 1,
+    *,
+    alone: bool = True,
 ) -> Float[Array, "..."]:
     """Contracts the last dims of `x` with the first of `kernel`, like `jnp.tensordot`.
 
-    Sums are float32, rounded to the dtype of `x` at the end.
+    Sums are float32, rounded to the dtype of `x` at the end. The GPU kernel runs where
+    it can, which depends on the device, the dtype and `kernel` only, unless `alone` is
+    false: `jax.vmap` then multiplies by several matrices.
 
     Example:
         >>> dot(jnp.ones((2, 3)), jnp.ones((3, 1))).tolist()
@@ -35,8 +43,10 @@ def dot(
     """
     before, after = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
     depth = math.prod(kernel.shape[:num_contracted])
-    run = invariant.with_gradient_of(jnp.dot, _dot)
-    y = run(x.reshape(-1, depth), kernel.reshape(depth, -1))
+    rows, matrix = x.reshape(-1, depth), kernel.reshape(depth, -1)
+    has_kernel = alone and kernels.has_matmul(rows, matrix)
+    multiply = kernels.matmul if has_kernel else _dot
+    y = invariant.with_gradient_of(jnp.dot, multiply)(rows, matrix)
     return y.reshape(*before, *after)
 
 
@@ -49,13 +59,23 @@ def logits(
         >>> logits(jnp.ones((1, 2)), jnp.ones((3, 2))).tolist()
         [[2.0, 2.0, 2.0]]
     """
-    run = invariant.with_gradient_of(_plain_logits, sum_products)
-    y = run(hidden.reshape(-1, hidden.shape[-1]), head.T)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    has_kernel = kernels.has_matmul(rows, head, transpose=True)
+    multiply = _logits_of_kernel if has_kernel else _logits_in_order
+    y = invariant.with_gradient_of(_plain_logits, multiply)(rows, head)
     return y.reshape(*hidden.shape[:-1], -1)
 
 
-def _plain_logits(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
-    return jnp.dot(hidden, matrix, preferred_element_type=jnp.float32)
+def _plain_logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    return jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
+
+
+def _logits_of_kernel(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    return kernels.matmul(hidden, head, transpose=True, dtype=jnp.float32)
+
+
+def _logits_in_order(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    return sum_products(hidden, head.T)
 
 
 def _dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -100,11 +120,13 @@ def normalize(
         [[1.0, 1.0]]
     """
 
-    def plain(x: jax.Array, scale: jax.Array, bias: Any) -> jax.Array:
-        how = {"eps": eps, "implementation": "reference"}
+    def run_norm(name: str, x: jax.Array, scale: jax.Array, bias: Any) -> jax.Array:
+        how = {"eps": eps, "implementation": name}
         if centre:
             return norm.layer_norm(x, scale, bias, **how)
         return norm.rms_norm(x, scale, **how)
+
+    plain = functools.partial(run_norm, "reference")
 
     def compute(x: jax.Array, scale: jax.Array, bias: Any) -> jax.Array:
         wide, share = x.astype(jnp.float32), 1.0 / x.shape[-1]
@@ -118,7 +140,9 @@ def normalize(
             wide += bias.astype(jnp.float32).reshape(shape)
         return round_to(wide, x.dtype)
 
-    return invariant.with_gradient_of(plain, compute)(x, scale, bias)
+    run_kernel = functools.partial(run_norm, "mosaic_gpu")
+    chosen = run_kernel if kernels.has_norm(x) else compute
+    return invariant.with_gradient_of(plain, chosen)(x, scale, bias)
 
 
 def rotate(

@@ -6,7 +6,7 @@ that share a row are a cluster: each merges the outputs of all for some channels
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,12 +60,13 @@ def paged_attention(
         split = index(lax.axis_index(CLUSTER) if sizes.splits > 1 else 0)
         item = lax.axis_index("program")
         place = find_split(sizes, options.window, refs.starts, refs.counts, item, split)
-        program = _Program(sizes, options, place, memory, Arithmetic(interpret), refs)
+        program = Program(sizes, options, place, memory, Arithmetic(interpret), refs)
         program.start_settled()
         if early:
             warpgroups.wait_for_last()
         program.start(q_ref)
-        merged = program.exchange(*program.attend(), *shared)
+        (out,), lse = program.attend()
+        merged = program.exchange(out, lse, *shared)
         program.store(program.finish(merged, sinks_ref), out_ref)
 
     shared = jax.ShapeDtypeStruct(sizes.shared_shape, jnp.float32)
@@ -84,7 +85,7 @@ def paged_attention(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program(Tile):
+class Program(Tile):
     """One program, on a tile of queries and some of the keys of the row.
 
     Args:
@@ -143,19 +144,19 @@ class _Program(Tile):
         ready = getattr(self.memory, f"{name}_ready")
         pl.when(step < end)(lambda: self.copy_pages(pool, pages, step, ring, ready))
 
-    def attend(self) -> tuple[Array, Array]:
-        """Returns outputs over the keys of the program, and log-sum-exps."""
-        size, stages = self.memory.keys.shape[-1], index(self.sizes.tuning.stages)
-        positions = self.positions()
+    def attend(self) -> tuple[list[Array], Array]:
+        """Returns outputs over the keys of the program, and log-sum-exps.
+
+        Outputs are in pieces of channels, of `values_of_step`.
+        """
+        stages, positions = index(self.sizes.tuning.stages), self.positions()
 
         def step(nth, carry):
-            (out, row_max, row_sum), pages = carry
+            (outs, row_max, row_sum), pages = carry
             stage, following = self.stage(nth), nth + stages
             after = self.read_pages(self.cache.pages, following + 1)
             plgpu.barrier_wait(self.memory.keys_ready.at[stage])
-            keys = self.widened(self.memory.keys.at[stage], self.memory.wide[0])
-            q = [rows.tiled for rows in self.memory.q]
-            scores = self.arithmetic.product_of_chunks(q, keys)
+            scores = self.scores(stage)
             # The scores are in registers: the keys may be overwritten.
             self.copy("keys", following, pages, self.place.num_steps)
             scores = self.mask(scores, positions, nth)
@@ -163,24 +164,44 @@ class _Program(Tile):
                 scores, row_max, self.factor, masked=True
             )
             row_sum = row_sum * correction + p.sum(axis=1)
-            out = out * logits.per_row(correction, out.shape)
+            outs = [out * logits.per_row(correction, out.shape) for out in outs]
             plgpu.barrier_wait(self.memory.values_ready.at[stage])
-            values = self.memory.values.at[stage]
-            values = self.widened(values, self.memory.wide[1])
-            self.hide_values(values, nth)
-            [out] = self.arithmetic.accumulate((out, p, values))
+            pairs = zip(outs, self.values_of_step(stage, nth), strict=True)
+            sums = [(out, p, values) for out, values in pairs]
+            outs = self.arithmetic.accumulate(*sums)
             self.copy("values", following, pages, self.place.num_steps)
-            return (out, new_max, row_sum), after
+            return ([*outs], new_max, row_sum), after
 
         plgpu.barrier_wait(self.memory.q_ready)
+        shape, full = (TILE, self.piece_channels), self.arithmetic.full
+        pieces = self.sizes.channels // self.piece_channels
         start = (
-            self.arithmetic.full((TILE, size), 0.0, plgpu.Layout.WGMMA),
-            self.arithmetic.full((TILE,), -jnp.inf, ROWS),
-            self.arithmetic.full((TILE,), 0.0, ROWS),
+            [full(shape, 0.0, plgpu.Layout.WGMMA) for _ in range(pieces)],
+            full((TILE,), -jnp.inf, ROWS),
+            full((TILE,), 0.0, ROWS),
         )
         carry = start, self.read_pages(self.cache.pages, stages)
         state, _ = lax.fori_loop(0, self.place.num_steps, step, carry)
-        return logits.normalize(*state)
+        outs, *sums = state
+        found = [logits.normalize(out, *sums) for out in outs]
+        return [out for out, _ in found], found[0][1]
+
+    @property
+    def piece_channels(self) -> int:
+        """Channels of a piece of the outputs: all."""
+        return self.sizes.channels
+
+    def scores(self, stage: Array) -> Array:
+        """Multiplies the queries by the keys of a stage, float32[TILE, STEP]."""
+        keys = self.widened(self.memory.keys.at[stage], self.memory.wide[0])
+        q = [rows.tiled for rows in self.memory.q]
+        return self.arithmetic.product_of_chunks(q, keys)
+
+    def values_of_step(self, stage: Array, step: Array) -> list[Any]:
+        """Returns the values of a step in shared memory, in pieces of channels."""
+        values = self.widened(self.memory.values.at[stage], self.memory.wide[1])
+        self.hide_values([values], step)
+        return [values]
 
     @property
     def factor(self) -> float:
@@ -214,13 +235,14 @@ class _Program(Tile):
         plgpu.commit_smem()  # tensor cores must see the writes of registers
         return wide
 
-    def hide_values(self, ref: Any, step: Array) -> None:
+    def hide_values(self, refs: Sequence[Any], step: Array) -> None:
         """Puts 0 in the place of values of a step behind the end of the row."""
         left = self.num_left(step)
 
         @pl.when(left < STEP)
         def _():
-            self.hide_beyond(ref, left)
+            for ref in refs:
+                self.hide_beyond(ref, left)
             plgpu.commit_smem()  # tensor cores must see the writes of registers
 
     def exchange(self, out: Array, lse: Array, shared_ref: Any = None) -> Merged:

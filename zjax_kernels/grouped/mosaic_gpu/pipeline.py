@@ -23,7 +23,7 @@ TILE_ROWS = warpgroups.NUM_COMPUTE * HALF
 DEPTH = 64
 """Contracted elements of a step: 128 bytes, the width of the swizzle."""
 CHUNK = 64
-"""Columns of a tile that are stored at a time."""
+"""Columns of a tile of 16 bits that are stored at a time: rows of 128 bytes."""
 SWIZZLED = (plgpu.SwizzleTransform(128),)
 """Order of rows of 128 bytes in which reads of tensor cores meet no bank conflicts."""
 TILED = (plgpu.TilingTransform((8, 64)), *SWIZZLED)
@@ -175,8 +175,9 @@ class Views:
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], dtype: Any, *, simulated: bool) -> Any:
-        """Allocates matrices of 64 columns, to be viewed by `of`."""
-        views = [plgpu.SMEM(shape, dtype, transforms=x) for x in (SWIZZLED, TILED, ())]
+        """Allocates matrices with rows of 128 bytes, to be viewed by `of`."""
+        tiled = plgpu.TilingTransform((8, shape[-1])), *SWIZZLED
+        views = [plgpu.SMEM(shape, dtype, transforms=x) for x in (SWIZZLED, tiled, ())]
         return views[-1] if simulated else plgpu.RefUnion(*views)
 
     @classmethod
@@ -198,8 +199,8 @@ def store_chunk(
 ) -> None:
     """Starts to store chunk `number` of a warpgroup's half of a tile.
 
-    `tiled` and `copied` are views of the buffers [halves, num_buffers, HALF, CHUNK], as
-    registers write and as copies read.
+    `tiled` and `copied` are views of the buffers [halves, num_buffers, HALF, columns],
+    as registers write and as copies read.
     """
     place = lax.axis_index(warpgroups.AXIS), number % num_buffers
     # The buffer is free once all copies but the latest `num_buffers - 1` have read.

@@ -45,7 +45,7 @@ class Epilogue(NamedTuple):
     Args:
         store: Function of the `HalfTile` of a warpgroup.
         outputs: Shapes and dtypes of the results.
-        num_stores: Chunks that `store` stores for every `CHUNK` columns of a tile.
+        num_stores: Chunks that `store` stores for every chunk of columns of a tile.
         inputs: Arrays that `store` reads.
         num_parts: Equal blocks of columns in each matrix; a tile has columns of all.
         num_reads: Equal blocks of columns in the first of `inputs`, [M, ...]; the rows
@@ -73,10 +73,29 @@ def multiply(
     interpret: Any,
 ) -> tuple[Array, ...]:
     """Multiplies rows by the matrix of the group; returns the outputs of `epilogue`."""
+    return multiply_tiles(
+        *(x, weights, _cover(sizes, len(x)), epilogue),
+        transpose=transpose,
+        tuning=tuning,
+        interpret=interpret,
+    )
+
+
+def multiply_tiles(
+    x: Array,
+    weights: Array,
+    tiles: Sequence[Any],
+    epilogue: Epilogue,
+    *,
+    transpose: bool,
+    tuning: Tuning,
+    interpret: Any,
+) -> tuple[Array, ...]:
+    """Multiplies tiles of rows: group, first row and rows of each, and their number."""
     columns = weights.shape[1 if transpose else 2] // epilogue.num_parts
     width = tuning.width(columns, epilogue.num_parts)
     shape = _Shape(
-        num_groups=len(sizes),
+        num_groups=len(weights),
         steps=x.shape[1] // DEPTH,
         columns=columns,
         width=width,
@@ -84,7 +103,7 @@ def multiply(
         transpose=transpose,
     )
     scratch = _allocate(shape, epilogue, tuning.stages, x.dtype, interpret is not None)
-    inputs = (*_cover(sizes, len(x)), x, weights, *epilogue.inputs)
+    inputs = (*tiles, x, weights, *epilogue.inputs)
 
     def body(inputs, outputs, memory):
         *tiles, x_ref, weights_ref = inputs[:6]
@@ -125,14 +144,16 @@ def values_of_rows(values: Array, sizes: Array, num_rows: int) -> Array:
 def _allocate(shape, epilogue, stages, dtype, simulated):
     """Returns the shared memory and barriers of a program."""
     operand = (shape.width, DEPTH) if shape.transpose else (DEPTH, shape.width)
-    num_buffers = num_store_buffers(epilogue.num_stores * shape.width // CHUNK)
-    views = functools.partial(Views.allocate, dtype=dtype, simulated=simulated)
+    stored = epilogue.outputs[0].dtype
+    chunk = CHUNK * 2 // stored.itemsize
+    num_buffers = num_store_buffers(epilogue.num_stores * shape.width // chunk)
+    views = functools.partial(Views.allocate, simulated=simulated)
     parts = epilogue.num_parts
     weights = plgpu.SMEM((stages, parts, *operand), dtype, transforms=TILED)
     return _Memory(
-        x=views((stages, TILE_ROWS, DEPTH)),
+        x=views((stages, TILE_ROWS, DEPTH), dtype),
         weights=weights,
-        out=views((2, num_buffers, HALF, CHUNK)),
+        out=views((2, num_buffers, HALF, chunk), stored),
         rows=plgpu.SMEM((2, HALF), jnp.float32) if epilogue.sums_rows else None,
         stages=Stages.allocate(stages, num_copies=1 + parts),
     )
@@ -366,13 +387,13 @@ class HalfTile:
         return self.memory.stages.read(self.before + number, use)
 
     def store(self, output: Any, column: int, chunk: Array) -> None:
-        """Stores [HALF, CHUNK] in an output, from `column` of the tile's columns."""
+        """Stores a chunk of 128 bytes a row, from `column` of the tile's columns."""
         half, buffer = lax.axis_index(AXIS), self.memory.out
         num_buffers, number = buffer.tiled.shape[1], self.num_stored
         # Counted while the kernel is traced: chunks take buffers in turn.
         self.num_stored += 1
         rows = self.tile.rows - half * HALF
-        columns = pl.ds(self.tile.columns(column).start, CHUNK)
+        columns = pl.ds(self.tile.columns(column).start, chunk.shape[1])
 
         @pl.when(rows >= HALF)
         def _():

@@ -83,7 +83,15 @@ class Arithmetic:
         """
         width = chunks[0].shape[1]
         columns = [pl.ds(number * width, width) for number in range(len(chunks))]
-        pairs = [(x, y.at[:, each]) for x, each in zip(chunks, columns, strict=True)]
+        return self.product_of_pairs(
+            [(x, y.at[:, each]) for x, each in zip(chunks, columns, strict=True)]
+        )
+
+    def product_of_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> jax.Array:
+        """Returns the sum of products of [m, c] and [n, c] transposed, float32[m, n].
+
+        The matrices are in shared memory.
+        """
         if self.simulated and not _NEWER:
             products = [_dot(x[...], y[...].T) for x, y in pairs]
             return functools.reduce(jnp.add, products)
@@ -93,7 +101,7 @@ class Arithmetic:
                 _start_product(total, *pair)
             return total[...]
 
-        return pl.run_scoped(run, ACC((chunks[0].shape[0], y.shape[0]), jnp.float32))
+        return pl.run_scoped(run, _accumulator(*pairs[0]))
 
     def overlapped_products(
         self,

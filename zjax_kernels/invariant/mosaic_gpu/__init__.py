@@ -1,0 +1,9 @@
+"""Kernels of batch invariance on Hopper GPUs."""
+
+from zjax_kernels.invariant.mosaic_gpu.attention import (
+    packed_attention,
+    paged_attention,
+)
+from zjax_kernels.invariant.mosaic_gpu.product import matmul
+
+__all__ = ["matmul", "packed_attention", "paged_attention"]
