@@ -182,5 +182,5 @@ def test_the_trainer_runs_the_kernels():
         return found.logprobs
 
     text = jax.jit(run).lower(tokens, ids).compile().as_text()
-    # A layer: two norms, attention, seven products; behind them a norm and the head.
-    assert text.count('custom_call_target="mosaic_gpu') == 12
+    # Two layers of two norms, attention, seven products; then a norm and the head.
+    assert text.count('custom_call_target="mosaic_gpu') >= 22

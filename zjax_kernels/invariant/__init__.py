@@ -1,4 +1,4 @@
-"""Kernels of batch invariance: the bits of a row are the same beside any rows."""
+"""Kernels of batch invariance: no bit of a row depends on another row."""
 
 from zjax_kernels.invariant.api import (
     has_attention,

@@ -1,4 +1,4 @@
-"""Kernels whose bits for a row do not depend on the rows beside it, and where they run.
+"""Kernels that compute a row without regard to other rows, and where kernels run.
 
 There is no reference here: another implementation has other bits, so a caller that has
 one must not mix the two. The choice therefore follows from device, dtype and shape of
@@ -54,7 +54,7 @@ def has_matmul(x: Array, weights: Array, *, transpose: bool = False) -> bool:
 def matmul(
     x: Array, weights: Array, *, transpose: bool = False, dtype: Any = None
 ) -> Array:
-    """Multiplies rows by a matrix: the bits of a row are the same beside any rows.
+    """Multiplies rows by a matrix: no bit of a row depends on another row.
 
     The sum over K is one chain of tensor core instructions, in order, in an accumulator
     of float32, for each number of rows. There is no gradient rule.
@@ -83,7 +83,7 @@ def matmul(
 def has_norm(x: Array) -> bool:
     """Whether the kernels of `zjax_kernels.norm` run for rows like these here.
 
-    They normalise each row alone, hence in one order.
+    A norm kernel reads each row alone, hence in one order.
 
     Args:
         x: [..., C] floats.
@@ -145,8 +145,8 @@ def packed_attention(
 ) -> Array:
     """Computes causal attention within the texts of packed rows.
 
-    The bits of a token are those of `paged_attention`, wherever the text is in a row.
-    There is no gradient rule.
+    A token gets the bits of `paged_attention`, wherever the text is in a row. There is
+    no gradient rule.
 
     Args:
         q: [B, L, H, D] queries for which `has_attention` is true.
@@ -155,7 +155,7 @@ def packed_attention(
         positions: int32[B, L], position of each token in the text; 0 begins a text, and
             so does each row.
         scale: Factor of the scores, above 0.
-        window: Keys that a token sees, the last its own; 0 is all.
+        window: Number of keys that a token sees, back from the token; 0 is all.
         soft_cap: Bound of the scores, by `soft_cap * tanh(score / soft_cap)`; 0 is
             none.
         sinks: [H] scores of a key without value, one per head, or None.
@@ -192,8 +192,8 @@ def paged_attention(
     """Computes attention to pages as `zjax_kernels.paged_attention` does, in one order.
 
     One program has all keys of a tile of queries, in blocks from the first key of the
-    text on. The bits of a token are those of `packed_attention`, whatever the chunks
-    and the pages are. There is no gradient rule.
+    text on. A token gets the bits of `packed_attention`, whatever the chunks and the
+    pages are. There is no gradient rule.
 
     Args:
         q: [C, T, H, D] queries for which `has_attention` is true.
@@ -203,7 +203,7 @@ def paged_attention(
         starts: int32[C], position of the first token of each chunk in the row.
         counts: int32[C], tokens of each chunk that count, 0 to T.
         scale: Factor of the scores, above 0.
-        window: Keys that a token sees, the last its own; 0 is all.
+        window: Number of keys that a token sees, back from the token; 0 is all.
         soft_cap: As for `packed_attention`.
         sinks: As for `packed_attention`.
 
@@ -211,7 +211,7 @@ def paged_attention(
         [C, T, H, D] in the dtype of `q`; 0 for tokens that do not count.
 
     Raises:
-        ValueError: The kernel does not read pages of this size.
+        ValueError: The kernel does not read pages of the given size.
 
     Example:
         >>> x, n = jnp.ones((1, 1, 16, 64), jnp.bfloat16), jnp.zeros(1, int)

@@ -1,9 +1,9 @@
 """Attention that sums the keys of a text in blocks from the first key of the text on.
 
-Chunks of rows whose keys are in pages run the kernel of paged attention, with one
-program for all keys of a tile. Packed rows run the same program with keys of the row:
-tiles of queries hold tokens of one text, and copies begin at the first key of the text,
-wherever the text is in the row.
+Chunks with keys in pages run the kernel of paged attention, with one program for all
+keys of a tile. Packed rows run that program with keys of the row: tiles of queries hold
+tokens of one text, and copies begin at the first key of the text, wherever the text is
+in the row.
 """
 
 import dataclasses
@@ -103,10 +103,10 @@ def packed_attention(
 
 
 def _tiles(positions: Array, tile_tokens: int) -> tuple[Array, Array]:
-    """Returns the first tokens of tiles, int32[B L + 1], and their number, int32[1].
+    """Returns the first tokens of tiles, int32[B L + 1], and the count, int32[1].
 
     Tokens are numbered over all rows. A tile has `tile_tokens` tokens of one text, or
-    what the text has left; behind the last tile comes the end of all rows.
+    as many as the text has left; behind the last tile comes the end of all rows.
     """
     flat = positions.reshape(-1)
     is_first = lax.rem(flat, jnp.int32(tile_tokens)) == 0
@@ -119,7 +119,7 @@ def _tiles(positions: Array, tile_tokens: int) -> tuple[Array, Array]:
 
 
 class _Sizes(Sizes):
-    """Sizes of packed rows: chunks are rows, and tokens their length."""
+    """Sizes of packed rows: chunks are rows, and `tokens` is the length of a row."""
 
     @property
     def tile_tokens(self) -> int:
@@ -259,7 +259,7 @@ class _Packed(kernel.Program):
         return [ring.tiled.at[stage, piece] for piece in range(ring.tiled.shape[1])]
 
     def store_pieces(self, outs: list[Array], out_ref: Any) -> None:
-        """Stores the tokens of the tile: the next ones may be of another text."""
+        """Stores the tokens of the tile: the next token may be of another text."""
         for piece, out in zip(self.memory.out, outs, strict=True):
             piece[...] = out.astype(piece.dtype)
         plgpu.commit_smem()  # copies must see the writes of registers

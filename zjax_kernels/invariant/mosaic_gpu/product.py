@@ -1,8 +1,8 @@
 """Product of rows and a matrix: each sum is one chain of tensor core instructions.
 
 A number of the result is the sum of a row and a column over K, 16 elements an
-instruction, from the first on, in one accumulator of float32. Tiles, their width and
-their number decide which warpgroup computes the sum, and not how.
+instruction, from the first on, in one accumulator of float32. The tiling decides which
+warpgroup computes the sum, and not how.
 """
 
 from typing import Any
