@@ -38,9 +38,9 @@ class Records:
         runs = [known.get((method, seed)) for seed in seeds]
         return None if None in runs else runs
 
-    def write(self, method, seed, *, losses, **more):
-        """Adds a run; `losses` by step."""
-        record = {"method": method, "seed": seed, "losses": list(losses.items())}
+    def write(self, method, seed, *, losses=None, **more):
+        """Adds a run; `losses` by step, if there are any."""
+        record = {"method": method, "seed": seed, "losses": [*(losses or {}).items()]}
         record |= more | {"setup": self.setups[method]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:

@@ -6,15 +6,20 @@ python examples/rl/data.py --task=sums --output=runs/rl/sums/data
 import argparse
 import json
 import pathlib
+import random
 import sys
 
 from zjax.data.prepare import prepare
 from zjax.rl import tasks
 
 VALIDATION_FRACTION = 0.05
+ERROR_RATE = 0.65
+"""Share of traces in which the teacher errs."""
 
 
-def write_data(task, folder, *, num_traces, num_prompts, num_held_out):
+def write_data(
+    task, folder, *, num_traces, num_prompts, num_held_out, error_rate=ERROR_RATE
+):
     """Writes the files of a task, each by a seed of its own.
 
     Args:
@@ -25,16 +30,41 @@ def write_data(task, folder, *, num_traces, num_prompts, num_held_out):
         num_traces: Number of solved completions.
         num_prompts: Number of prompts to be rewarded.
         num_held_out: Number of held-out prompts.
+        error_rate: Share of traces in which the teacher errs, 0 to 1.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    traces = [
-        {"prompt": row["prompt"], "completion": task.trace(row)}
-        for row in task.rows(num_traces, seed=0)
-    ]
+    traces = make_traces(task, num_traces, error_rate)
     write_examples(folder / "traces", traces, "completions")
     write_lines(folder / "prompts.jsonl", task.rows(num_prompts, seed=1))
     held_out = task.rows(num_held_out, seed=2, held_out=True)
     write_lines(folder / "held_out.jsonl", held_out)
+
+
+def make_traces(task, number, error_rate):
+    """Makes the traces of a teacher that errs.
+
+    Where the teacher errs, a trace goes on, from a random line, with the solution of
+    another prompt. Who learns from it imitates a solver of this error rate, however
+    long the training: what is above is left to the rewards.
+    """
+    draws = random.Random(number)
+    rows = zip(task.rows(number, seed=0), task.rows(number, seed=3), strict=True)
+    return [
+        {
+            "prompt": row["prompt"],
+            "completion": _lose_thread(task.trace(row), task.trace(other), draws)
+            if draws.random() < error_rate
+            else task.trace(row),
+        }
+        for row, other in rows
+    ]
+
+
+def _lose_thread(trace, other, draws):
+    """Goes on with another trace from a random line."""
+    lines, others = trace.split("\n"), other.split("\n")
+    place = draws.randrange(len(lines))
+    return "\n".join(lines[:place] + others[min(place, len(others) - 1) :])
 
 
 def write_pairs(folder, texts):

@@ -1,9 +1,13 @@
 """Report card: how many texts of held-out prompts are right, with samples."""
 
+import json
+
 import zjax
 
 NUM_SAMPLES = 8
 NUM_SHOWN = 3
+MAX_NEW_TOKENS = 40
+"""Tokens of the longest solution, which are those of countdown."""
 
 
 def draw(trainer, prompts, *, seed=0, num_samples=NUM_SAMPLES):
@@ -13,9 +17,12 @@ def draw(trainer, prompts, *, seed=0, num_samples=NUM_SAMPLES):
         List of texts by prompt.
     """
     sampling = zjax.Sampling(
-        max_new_tokens=32, temperature=1.0, num_samples=num_samples, seed=seed
+        max_new_tokens=MAX_NEW_TOKENS,
+        temperature=1.0,
+        num_samples=num_samples,
+        seed=seed,
     )
-    with zjax.Generator(trainer.run, trainer.state, max_rows=128) as generator:
+    with zjax.Generator(trainer.run, trainer.state, max_rows=256) as generator:
         texts = generator.generate(prompts, sampling)
     found = [[] for _ in prompts]
     for text in texts:
@@ -43,17 +50,41 @@ def pass_rates(texts):
     return sum(flat) / len(flat), sum(map(max, solved)) / len(solved)
 
 
-def show(cards):
-    """Prints the card of each stage, and the first text of some prompts.
+class Card:
+    """Rates of each stage with some samples, in a file of JSON.
+
+    A stage that the file has is not examined again.
 
     Args:
-        cards: Verified texts of held-out prompts, of `solve`, by stage.
+        path: The file.
+        task: Module of `zjax.rl.tasks`.
+        rows: Held-out rows of the task.
     """
-    print(f"\n{'held-out prompts':20}  pass@1  pass@{NUM_SAMPLES}")
-    for stage, texts in cards.items():
+
+    def __init__(self, path, task, rows):
+        self._path, self._task, self._rows = path, task, rows
+        self.stages = json.loads(path.read_text()) if path.exists() else {}
+
+    def examine(self, stage, trainer):
+        """Draws texts of the held-out prompts, and writes what they show."""
+        if stage in self.stages:
+            return
+        texts = solve(trainer, self._task, self._rows)
         each, any_of = pass_rates(texts)
-        print(f"{stage:20}  {each:6.1%}  {any_of:6.1%}")
-    for stage, texts in cards.items():
-        for prompt, found in texts[:NUM_SHOWN]:
-            text, reward = found[0]
-            print(f"{stage}, {'right' if reward else 'wrong'}: {prompt + text!r}")
+        samples = [(prompt, *found[0]) for prompt, found in texts[:NUM_SHOWN]]
+        self.stages[stage] = {
+            "pass_at_1": each,
+            f"pass_at_{NUM_SAMPLES}": any_of,
+            "samples": samples,
+        }
+        self._path.write_text(json.dumps(self.stages, indent=1))
+
+    def show(self):
+        """Prints the rates of each stage, and the first text of some prompts."""
+        print(f"\n{'held-out prompts':24}  pass@1  pass@{NUM_SAMPLES}")
+        for stage, found in self.stages.items():
+            rates = found["pass_at_1"], found[f"pass_at_{NUM_SAMPLES}"]
+            print(f"{stage:24}  {rates[0]:6.1%}  {rates[1]:6.1%}")
+        for stage, found in self.stages.items():
+            for prompt, text, reward in found["samples"]:
+                print(f"{stage}, {'right' if reward else 'wrong'}: {prompt + text!r}")

@@ -15,6 +15,7 @@ import report
 
 import zjax
 from zjax.rl import PreferenceTrainer, Trainer, tasks
+from zjax.run.compiler import use_program_cache
 
 HERE = pathlib.Path(__file__).parent
 STAGES = {
@@ -23,6 +24,8 @@ STAGES = {
     "ppo": ("reward_model", "ppo"),
 }
 """Configs that follow the supervised start, by method."""
+NAMES = ("supervised", *sorted({x for names in STAGES.values() for x in names}))
+EARLY = "supervised, four fifths"
 TRAINERS = {"supervised": zjax.Trainer, "grpo": Trainer, "ppo": Trainer}
 """Trainers other than of pairs."""
 
@@ -48,40 +51,70 @@ def load(stage, task, folder, *settings):
     return zjax.load_config(HERE / f"{stage}.py", changes, *settings)
 
 
-def run(stage, task, folder, *settings):
-    """Trains a stage to its end; returns the trainer."""
+def run(stage, task, folder, settings=(), look=None):
+    """Trains a stage to its end; returns the trainer.
+
+    Args:
+        stage: Name of the stage.
+        task: Name of the task.
+        folder: Directory of the task.
+        settings: Settings of all stages, and, as `grpo:num_steps=20`, of one.
+        look: `look(trainer, step)` is called after each step.
+    """
     print(f"\n{stage}", flush=True)
     make = TRAINERS.get(stage, PreferenceTrainer)
-    trainer = make(load(stage, task, folder, *settings))
+    after_step = [lambda step, *_: look(trainer, step)] if look else []
+    config = load(stage, task, folder, *of_stage(stage, settings))
+    trainer = make(config, after_step=after_step)
     trainer.fit()
     trainer.close()
     return trainer
 
 
+def of_stage(stage, settings):
+    """Selects the settings of a stage."""
+    pairs = [setting.partition(":") for setting in settings]
+    return [
+        rest if name == stage else setting
+        for setting, (name, _, rest) in zip(settings, pairs, strict=True)
+        if name == stage or name not in NAMES
+    ]
+
+
 def learn(name, method, folder, *, sizes, settings=(), num_drawn=1_000):
-    """Runs all stages of a task; returns verified held-out texts by stage.
+    """Runs all stages of a task; returns the report card.
+
+    The supervised start is examined after four fifths of its steps, too: a start that
+    still rises was stopped too early.
 
     Args:
         name: Name of the task.
         method: Name of the method.
         folder: Directory of the task.
         sizes: Sizes of `data.write_data`.
-        settings: Settings of all stages.
+        settings: Settings of `run`.
         num_drawn: Prompts whose texts are pairs of a right and a wrong one.
     """
     task, files = getattr(tasks, name), folder / "data"
     if not files.exists():
         data.write_data(task, files, **sizes)
-    held_out = data.read_lines(files / "held_out.jsonl")
-    trainer = run("supervised", name, folder, *settings)
-    cards = {"supervised": report.solve(trainer, task, held_out)}
+    card = report.Card(
+        folder / "card.json", task, data.read_lines(files / "held_out.jsonl")
+    )
+
+    def look(trainer, step):
+        if step == 4 * trainer.config.num_steps // 5:
+            card.examine(EARLY, trainer)
+
+    trainer = run("supervised", name, folder, settings, look)
+    card.examine("supervised", trainer)
     if method != "grpo" and not (files / "pairs").exists():
         prompts = data.read_lines(files / "prompts.jsonl")[:num_drawn]
         data.write_pairs(files, report.solve(trainer, task, prompts))
     for stage in STAGES[method]:
-        trainer = run(stage, name, folder, *settings)
-    cards[method] = report.solve(trainer, task, held_out)
-    return cards
+        trainer = run(stage, name, folder, settings)
+    card.examine(method, trainer)
+    return card
 
 
 def main(words=None):
@@ -92,9 +125,12 @@ def main(words=None):
     parser.add_argument("--num_traces", type=int, default=500)
     parser.add_argument("--num_prompts", type=int, default=5_000)
     parser.add_argument("--num_held_out", type=int, default=100)
-    parser.add_argument("settings", nargs="*", help="such as model.num_layers=4")
+    parser.add_argument(
+        "settings", nargs="*", help="such as model.num_layers=4, and grpo:num_steps=20"
+    )
     given = parser.parse_args(words)
-    cards = learn(
+    use_program_cache()
+    card = learn(
         given.task,
         given.method,
         given.directory / given.task,
@@ -105,7 +141,7 @@ def main(words=None):
         },
         settings=given.settings,
     )
-    report.show(cards)
+    card.show()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The example of reinforcement learning: its files, its configs, and a tiny run."""
 
+import importlib
 import json
 import os
 import runpy
@@ -23,7 +24,8 @@ TINY = (
     "model.num_layers=1",
     "model.embed_size=16",
     "model.num_heads=2",
-    "num_steps=2",
+    "supervised:num_steps=5",
+    "grpo:num_steps=2",
     "optimizer.schedule.num_warmup_steps=1",
     "evaluation.num_batches=1",
 )
@@ -31,6 +33,15 @@ TINY = (
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def load_example(name):
+    """Imports a program of the example, which imports its neighbours."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(FOLDER))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -43,7 +54,7 @@ def test_traces_are_right_and_held_out_operands_are_new(name, tmp_path):
     task = getattr(tasks, name)
     sizes = {"num_traces": 60, "num_prompts": 50, "num_held_out": 20}
     example = runpy.run_path(str(FOLDER / "data.py"))
-    example["write_data"](task, tmp_path, **sizes)
+    example["write_data"](task, tmp_path, **sizes, error_rate=0)
     traces = lines(tmp_path / "traces.jsonl")
     solved = task.rows(60, seed=0)
     for trace, row in zip(traces, solved, strict=True):
@@ -56,6 +67,47 @@ def test_traces_are_right_and_held_out_operands_are_new(name, tmp_path):
     assert not known & {x for row in held_out for x in row["operands"]}
     assert (len(prompts), len(held_out)) == (50, 20)
     assert store.read_meta(str(tmp_path / "traces")).has_answers
+
+
+@pytest.mark.parametrize("name", tasks.__all__)
+def test_a_teacher_errs_at_a_rate_and_from_a_random_line_on(name):
+    """Fails if traces that err are right, or are of another prompt from the start."""
+    task = getattr(tasks, name)
+    make = runpy.run_path(str(FOLDER / "data.py"))["make_traces"]
+    solved = task.rows(400, seed=0)
+    traces = make(task, 400, 0.65)
+    assert [x["prompt"] for x in traces] == [row["prompt"] for row in solved]
+    found = [
+        (task.reward(completion=x["completion"], **row), x["completion"], row)
+        for x, row in zip(traces, solved, strict=True)
+    ]
+    wrong = [(text, task.trace(row)) for right, text, row in found if not right]
+    assert 0.58 < len(wrong) / 400 < 0.70
+    first = [a.split("\n")[0] == b.split("\n")[0] for a, b in wrong]
+    assert 0.35 < sum(first) / len(wrong) < 0.8
+    assert make(task, 400, 0.65) == traces
+
+
+def test_settings_of_a_stage_are_of_this_stage_alone():
+    of_stage = load_example("train").of_stage
+    settings = ("seed=1", "grpo:num_steps=2", "data.path=a:b", "ppo:seed=3")
+    assert of_stage("grpo", settings) == ["seed=1", "num_steps=2", "data.path=a:b"]
+    assert of_stage("supervised", settings) == ["seed=1", "data.path=a:b"]
+
+
+def test_a_card_keeps_the_stages_of_its_file(tmp_path, monkeypatch, capsys):
+    """Fails if a run that resumes loses or repeats what was examined."""
+    report = load_example("report")
+    texts = [("1+1\n", [("2", 1.0), ("3", 0.0)])]
+    monkeypatch.setattr(report, "solve", lambda trainer, task, rows: texts)
+    report.Card(tmp_path / "card.json", None, []).examine("start", None)
+    monkeypatch.delattr(report, "solve")
+    card = report.Card(tmp_path / "card.json", None, [])
+    card.examine("start", None)
+    card.show()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-2].split() == ["start", "50.0%", "100.0%"]
+    assert shown[-1] == "start, right: '1+1\\n2'"
 
 
 def test_pairs_are_of_prompts_with_a_right_and_a_wrong_text(tmp_path):
@@ -96,6 +148,7 @@ def test_the_example_runs_to_its_report_card(tmp_path):
     assert result.returncode == 0, result.stderr
     card = result.stdout.partition("held-out prompts")[2].splitlines()
     assert card[0].split() == ["pass@1", "pass@8"]
-    assert [line.split()[0] for line in card[1:3]] == ["supervised", "grpo"]
+    stages = [line.rsplit(maxsplit=2)[0].strip() for line in card[1:4]]
+    assert stages == ["supervised, four fifths", "supervised", "grpo"]
     assert sum(line.startswith("grpo, ") for line in card) == 3
     assert (tmp_path / "sums" / "grpo" / "checkpoints" / "2").is_dir()

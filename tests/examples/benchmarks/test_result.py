@@ -223,6 +223,7 @@ UNPUBLISHED = {
     "grpo_step",
     "moe_layer_vs_sonic",
     "rl_gap",
+    "rl_learns",
     "rl_memory",
     "rl_replay",
     "tensor_6p7b",
