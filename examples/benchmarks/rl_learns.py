@@ -15,7 +15,11 @@ MUST_POINTS, AIM_POINTS = 20, 30
 
 
 def get_contest():
-    command = ("{python}", "examples/benchmarks/rl_quality.py", "--num_devices={devices}")
+    command = (
+        "{python}",
+        "examples/benchmarks/rl_quality.py",
+        "--num_devices={devices}",
+    )
     ours = Contestant(NAME, command, "zjax", timeout_seconds=1_200)
     row = Row(
         "rl_learns",

@@ -1,6 +1,7 @@
 """Report card: how many texts of held-out prompts are right, with samples."""
 
 import json
+import zlib
 
 import zjax
 
@@ -13,6 +14,8 @@ MAX_NEW_TOKENS = 40
 def draw(trainer, prompts, *, seed=0, num_samples=NUM_SAMPLES):
     """Draws several texts of each prompt from the weights of a trainer.
 
+    Each prompt has draws of its own, the same for all weights.
+
     Returns:
         List of texts by prompt.
     """
@@ -20,10 +23,10 @@ def draw(trainer, prompts, *, seed=0, num_samples=NUM_SAMPLES):
         max_new_tokens=MAX_NEW_TOKENS,
         temperature=1.0,
         num_samples=num_samples,
-        seed=seed,
     )
+    seeds = [zlib.crc32(f"{seed} {number}".encode()) for number in range(len(prompts))]
     with zjax.Generator(trainer.run, trainer.state, max_rows=256) as generator:
-        texts = generator.generate(prompts, sampling)
+        texts = generator.generate(prompts, sampling, seeds=seeds)
     found = [[] for _ in prompts]
     for text in texts:
         found[text.prompt].append(text.text)
