@@ -24,10 +24,10 @@ def write_data(
 
     Args:
         task: Module of `zjax.rl.tasks`.
-        folder: Directory for `traces.jsonl`, solved completions, with their tokens in
-            `traces`; `prompts.jsonl`, to be rewarded; and `held_out.jsonl`, prompts
-            whose operands occur in no other file.
-        num_traces: Number of solved completions.
+        folder: Directory for `traces.jsonl`, completions of a teacher, with their
+            tokens in `traces`; `prompts.jsonl`, to be rewarded; and `held_out.jsonl`,
+            prompts of operands that occur together in no other file.
+        num_traces: Number of completions.
         num_prompts: Number of prompts to be rewarded.
         num_held_out: Number of held-out prompts.
         error_rate: Share of traces in which the teacher errs, 0 to 1.

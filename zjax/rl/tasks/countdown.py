@@ -41,7 +41,8 @@ def rows(
         level: Number of operations, 1 or more. The search of `trace` tries about 2, 7
             and 60 operations at the levels 1, 2 and 3.
         operands: Numbers to use, 20 or more, each 1 or more.
-        held_out: Whether all numbers are of the middle tenth, which no other row has.
+        held_out: Whether all numbers are of the middle tenth, of which other rows
+            have one at most.
 
     Returns:
         Records with `prompt`, `operands` and `target`.

@@ -1,4 +1,4 @@
-"""Operands of tasks: a middle tenth of the range is held out."""
+"""Operands of tasks: pairs of the middle tenth of a range are held out."""
 
 import random
 from collections.abc import Iterator
@@ -9,26 +9,24 @@ LEAST = 20
 """Fewest operands of a range, so that some are held out."""
 
 
-def split_operands(operands: range, *, held_out: bool) -> list[int]:
-    """Lists the operands for training, or the held-out operands.
-
-    The held-out operands are the middle tenth: of 0 to 99, these are 45 to 54, whose
-    digits all occur in each place of further operands.
+def held_out_operands(operands: range) -> range:
+    """Returns the held-out part of a range, the middle tenth.
 
     Example:
-        >>> split_operands(range(100), held_out=True) == [*range(45, 55)]
-        True
+        >>> held_out_operands(range(100))
+        range(45, 55)
     """
     size = len(operands)
-    start, stop = 9 * size // 20, 11 * size // 20
-    inside = operands[start:stop]
-    return [*inside] if held_out else [x for x in operands if x not in inside]
+    return operands[9 * size // 20 : 11 * size // 20]
 
 
 def draw_operands(
     num_rows: int, seed: int, level: int, operands: range, *, held_out: bool
 ) -> Iterator[tuple[list[int], random.Random]]:
     """Draws `level + 1` operands for each row, with the generator of further draws.
+
+    All operands of a held-out row are of the held-out range, and one at most of any
+    other row: a model then knows how each operand is written, and no pair of them.
 
     Raises:
         ConfigError: `level` is below 1, or the range has fewer than 20 operands.
@@ -42,11 +40,15 @@ def draw_operands(
         problems.append(Problem("operands", operands, problem, remedy))
     if problems:
         raise ConfigError(*problems)
-    chosen = split_operands(operands, held_out=held_out)
+    new = held_out_operands(operands)
+    chosen = new if held_out else operands
     for number in range(num_rows):
         # Any part of the rows can be made alone.
         draws = random.Random(f"{seed} {level} {held_out} {number}")
-        yield [draws.choice(chosen) for _ in range(level + 1)], draws
+        given = [draws.choice(chosen) for _ in range(level + 1)]
+        while not held_out and sum(x in new for x in given) > 1:
+            given = [draws.choice(chosen) for _ in range(level + 1)]
+        yield given, draws
 
 
 def last_line(completion: str) -> str:

@@ -25,7 +25,8 @@ def rows(
         level: Number of words without the first, 1 or more.
         operands: Numbers of words in the order of a dictionary, 20 or more, from 0
             (`aaa`) to 17,575 (`zzz`).
-        held_out: Whether all words are of the middle tenth, which no other row has.
+        held_out: Whether all words are of the middle tenth, of which other rows
+            have one at most.
 
     Returns:
         Records with `prompt`, `operands` (the numbers of the words) and `answer`.
@@ -36,7 +37,7 @@ def rows(
     Example:
         >>> [row] = rows(1)
         >>> row["prompt"], row["answer"]
-        ('ebm wew\n', 'wew mbe')
+        ('icy hzj\n', 'jzh yci')
     """
     drawn = draw_operands(num_rows, seed, level, operands, held_out=held_out)
     found = ((x, " ".join(map(_word, x))) for x, _ in drawn)

@@ -21,7 +21,8 @@ def rows(
         seed: Seed of the numbers.
         level: Number of additions, 1 or more.
         operands: Numbers to add, 20 or more, 0 or more each.
-        held_out: Whether all numbers are of the middle tenth, which no other row has.
+        held_out: Whether all numbers are of the middle tenth, of which other rows
+            have one at most.
 
     Returns:
         Records with `prompt`, `operands` and `answer`.
@@ -32,7 +33,7 @@ def rows(
     Example:
         >>> [row] = rows(1, level=2)
         >>> row["prompt"], row["answer"]
-        ('0+85+79\n', 164)
+        ('0+94+75\n', 169)
     """
     drawn = draw_operands(num_rows, seed, level, operands, held_out=held_out)
     return [
