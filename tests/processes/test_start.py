@@ -20,6 +20,7 @@ from tests.support import programs, squares
 from tests.support.cases import some_by_hand
 from zjax import processes
 from zjax.checkpoint.store import Store
+from zjax.generation.engine import Engine
 from zjax.settings import schema
 
 HOST = socket.gethostname()
@@ -119,6 +120,31 @@ def test_two_processes_keep_their_state_elsewhere_as_one_does(tmp_path):
     alone = worker.train_offloaded("device", tmp_path)
     for losses in json.loads((tmp_path / "results.json").read_text()):
         np.testing.assert_allclose(losses, alone, rtol=1e-6)
+
+
+def test_two_processes_learn_from_texts_as_one_does(tmp_path, monkeypatch):
+    """Fails if processes score, group, place or save a rollout each for itself."""
+    launched = launcher("learn", tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == 0, errors[-3000:]
+    first, second = (
+        json.loads((tmp_path / f"results{i}.json").read_text()) for i in range(2)
+    )
+    problem = "rewards='tests.support.rl_rewards:missing'"
+    assert first.pop("failed").startswith(f"ConfigError: {problem}")
+    assert second.pop("failed").startswith(f"ConfigError: process 0: {problem}")
+    assert first == second
+    monkeypatch.setattr(Engine, "compile", Engine.compile)
+    _, rows = worker.learn_from_texts(tmp_path / "alone")
+    np.testing.assert_allclose(first["rows"], rows, rtol=1e-4, atol=1e-6)
+    files = {
+        str(x.relative_to(tmp_path / "run")) for x in (tmp_path / "run").rglob("*")
+    }
+    assert {"checkpoints/1", "checkpoints/2", "checkpoints/3"} <= files
+    assert {x for x in files if x.startswith("rollouts/")} == {
+        "rollouts/1.npz",
+        "rollouts/3.npz",
+    }
 
 
 def test_two_processes_write_the_texts_of_one(tmp_path):

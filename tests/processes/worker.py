@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zjax
 from tests.checkpoint import states
-from tests.support import offload, squares
+from tests.support import offload, rl_run, squares
 from zjax import processes
 from zjax.checkpoint import sums
 from zjax.checkpoint.store import Store
@@ -29,11 +29,14 @@ from zjax.errors import DataError, Problem, ZjaxError
 from zjax.generation.engine import Engine
 from zjax.models.build import make_model
 from zjax.processes import barrier
+from zjax.rl.judges import Judges
+from zjax.rl.weight_digest import digest_weights
 from zjax.run.bench import measure
 from zjax.run.build import start_run
 from zjax.schedule.pacing import grow
 from zjax.serve import Settings
 from zjax.serve.service import Service
+from zjax.settings import rl as settings_rl
 from zjax.settings import schema
 from zjax.sharding import plan as plans
 from zjax.sharding.mesh import make_mesh
@@ -241,6 +244,35 @@ def write(info, directory):
         found["stream"] = told(lambda: generator.submit([5]))
         found["serve"] = told(lambda: Service(generator, Settings()))
     (directory / f"results{number}.json").write_text(json.dumps(found))
+
+
+LEARNED = (
+    "global_batch_size=8",
+    "rl.rollout.num_prompts=4",
+    "num_steps=3",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep_last=3",
+)
+"""Two steps on a rollout, and the first step on the next."""
+
+
+def learn_from_texts(directory):
+    """The trainer after three steps, and metrics of the steps without times."""
+    Engine.compile = lambda engine: None  # each pass when it runs: most never do
+    trainer = rl_run.fit(directory, *LEARNED)
+    names = "loss", "reward", "grad_norm", "completion_length", "ratio", "sampler_kl"
+    rows = [[row[name] for name in names] for row in rl_run.records(directory)]
+    return trainer, rows
+
+
+def learn(info, directory):
+    """Draws, scores and learns together; then a reward fails on process 0 alone."""
+    trainer, rows = learn_from_texts(directory / "run")
+    digest = digest_weights(trainer.state, trainer.run.plan)
+    missing = settings_rl.FunctionReward(function="tests.support.rl_rewards:missing")
+    failed = told(Judges(settings_rl.Rl(rewards=(missing,)), trainer.run).start)
+    found = {"rows": rows, "digest": digest, "failed": failed}
+    (directory / f"results{info.process_id}.json").write_text(json.dumps(found))
 
 
 def fail_to_save(info, directory):

@@ -59,6 +59,9 @@ LOCAL = (
     "checkpoint.init_from",
     "lora.init_from",
     "distill.teacher",
+    "rl.prompts",
+    "rl.evaluation_prompts",
+    "rl.critic.init_from",
     "zero.offload.nvme_paths",
     "processes.coordinator",
     "processes.process_id",
@@ -110,7 +113,7 @@ def describe_process(config: Config) -> dict[str, Any]:
         *sections, name = path.split(".")
         section = settings
         for inner in sections:
-            section = section[inner] or {}  # None lacks the setting
+            section = section.get(inner) or {}  # None lacks the setting
         section.pop(name, None)
     # Paths of indexes are local, too; `check_same` compares the checksums.
     for metric in settings["curriculum"]["metrics"]:

@@ -143,6 +143,11 @@ class CriticStep(Step):
         return state, {**metrics, **self.learn(placed)}
 
 
+def of_policy(saved: SavedArrays) -> SavedArrays:
+    """Selects the policy's arrays in a checkpoint with a critic."""
+    return saved.outside(CRITIC)
+
+
 def _of_critic(saved: SavedArrays) -> SavedArrays:
     """Selects the critic's arrays in a checkpoint."""
     return saved.part(CRITIC)

@@ -1,15 +1,20 @@
 """Judges of a run's texts, as the settings name them."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 from zjax.errors import CheckpointError, DataError, Problem
+from zjax.processes.broadcast import compute_once
 from zjax.rl.reward_run import RewardRun, judge_problems
 from zjax.rl.rewards import RewardPool, add_scores
 from zjax.rl.rollouts import Rollout
 from zjax.rl.stopping import Stopped, check, never, until
 from zjax.settings import rl, schema
+
+Rewards = dict[str, float | None]
+"""Rewards of a text, by name."""
 
 
 def check_judges(config: schema.Config) -> None:
@@ -45,7 +50,7 @@ class Judges:
     """
 
     def __init__(self, settings: rl.Rl, run: Any):
-        self._settings = settings
+        self._settings, self._has_started = settings, False
         self._runs = {
             reward.name: RewardRun(reward.directory, run, memory=reward.memory)
             for reward in settings.rewards
@@ -73,12 +78,14 @@ class Judges:
         return {f"step of {name}": run.step for name, run in self._runs.items()}
 
     def start(self) -> None:
-        """Starts the processes, which import the functions.
+        """Starts the processes of process 0, which import the functions.
 
         Raises:
             ConfigError: A function cannot be imported.
         """
-        _ = self._pool if self.functions else None
+        if self.functions and not self._has_started:
+            compute_once(lambda: bool(self._pool))
+            self._has_started = True
 
     def score(
         self, rollouts: Sequence[Rollout], *, stopped: Stopped = never
@@ -104,8 +111,15 @@ class Judges:
                 problem, remedy = "scores none of the texts", "shorten the texts"
                 raise DataError(Problem("rewards", name, problem, remedy))
         # Last: a function that fails takes the rewards before from a text.
-        given = until(stopped, scored)
-        return self._pool.score(given) if self.functions else scored
+        if not self.functions:
+            return scored
+
+        def judge() -> list[Rewards]:
+            judged = self._pool.score(until(stopped, scored))
+            return [dict(rollout.rewards) for rollout in judged]
+
+        pairs = zip(scored, compute_once(judge), strict=True)
+        return [dataclasses.replace(x, rewards=rewards) for x, rewards in pairs]
 
     def close(self) -> None:
         """Ends the processes."""

@@ -12,6 +12,7 @@ from zjax.rl.credit import token_advantages
 from zjax.rl.critic_run import Critic
 from zjax.rl.groups import Experience
 from zjax.rl.minibatches import Minibatches
+from zjax.rl.placing import place_whole
 from zjax.rl.policy import logprobs_of, values_of
 from zjax.rl.reference import Reference
 from zjax.rl.rollouts import Rollout
@@ -129,7 +130,8 @@ class TokenTargets:
             # A forward pass takes the batches of a step, and reads none of these.
             unread = np.zeros_like(packed.batch["weights"])
             packed = packed.with_arrays(**{name: unread for name in self._names})
-            found += packed.unpack(np.asarray(score(state, packed.batch)))
+            batch = place_whole(self._run.step, packed.batch)
+            found += packed.unpack(np.asarray(score(state, batch)))
         return found
 
 

@@ -15,14 +15,15 @@ from zjax.data.evaluation import EvaluationSet
 from zjax.data.prompts import make_prompts
 from zjax.errors import DataError, Problem
 from zjax.generation.sampling import Sampling
-from zjax.rl.critic_run import Critic, CriticStep
+from zjax.processes.agreement import check_same
+from zjax.rl.critic_run import Critic, CriticStep, of_policy
 from zjax.rl.groups import Experience
 from zjax.rl.judges import Judges, check_judges
 from zjax.rl.minibatches import Minibatches
 from zjax.rl.packing import Packed
+from zjax.rl.placing import place_whole
 from zjax.rl.policy import policy_model, sizes_of_experts
-from zjax.rl.pretraining import Pretraining
-from zjax.rl.pretraining_loss import KEY
+from zjax.rl.pretraining import KEY, Pretraining
 from zjax.rl.prompts import PromptSet, read_rows
 from zjax.rl.recipes import (
     aggregation_of,
@@ -44,7 +45,6 @@ from zjax.settings.mappings import leaves, to_mapping
 from zjax.settings.schema import Config
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Device, Model
-from zjax.weights.saved import CRITIC, SavedArrays
 
 Rows = Iterable[Mapping[str, Any]]
 """Records with a `prompt` or `messages`, and fields for the reward functions."""
@@ -123,10 +123,6 @@ class Trainer(training.Trainer):
             remedy = "name functions, such as 'zjax.rl.tasks.sums:reward'"
             problem = "gives texts no reward"
             problems.append(Problem("rl.rewards", (), problem, remedy))
-        if (number := jax.process_count()) > 1:
-            problem = "share no rollout yet: rewards are functions of one process"
-            remedy = "run one process, which drives all devices of its machine"
-            problems.append(Problem("processes", number, problem, remedy))
         return problems
 
     @property
@@ -237,15 +233,16 @@ class Trainer(training.Trainer):
         text += f"{rollout.num_samples} texts of up to {rollout.max_new_tokens} "
         text += f"tokens, {number} {'steps' if number > 1 else 'step'} on each"
         files = self._directory / FOLDER
-        place = self.run.step.place_batch
-        return Updates(
+        updates = Updates(
             self._draw,
-            place,
+            functools.partial(place_whole, self.run.step),
             files,
             position | self._tokens.position,
             _half_learned(config),
             text,
         )
+        check_same(updates.state())
+        return updates
 
     def _add_critic(self) -> None:
         """Makes the separate critic, which learns in each step."""
@@ -260,10 +257,10 @@ class Trainer(training.Trainer):
             return super()._saved(state, rows)
         return self._critic.beside(state, rows)
 
-    def _selected(self, saved: SavedArrays) -> SavedArrays:
+    def _selected(self, saved: Any) -> Any:
         """Selects the arrays of the policy in a checkpoint."""
         is_own = isinstance(self._settings.critic, rl.Own)
-        return saved.outside(CRITIC) if is_own else saved
+        return of_policy(saved) if is_own else saved
 
     def _find_evaluation(self, batches: Any) -> EvaluationSet | None:
         """Returns None: `evaluate` draws texts."""
@@ -291,7 +288,7 @@ class Trainer(training.Trainer):
         ]
         every = self.config.observe.log_every_steps
         logged = (step + len(updates)) // every * every
-        if logged > step:
+        if logged > step and jax.process_index() == 0:
             path = self._directory / "samples" / f"{logged}.txt"
             write_samples(path, rollouts, experience.rewards)
         self._began, self._num_tokens = time.perf_counter(), _count(rollouts)

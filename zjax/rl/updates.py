@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from zjax.errors import DataError, Problem
 from zjax.rl import rollout_files
 from zjax.rl.stopping import RolloutStopped
@@ -97,7 +99,8 @@ class Updates:
         """Writes what is left of the rollout; returns the position as JSON."""
         state = {"step": self._step, "next_prompt": self._next_prompt}
         left = None
-        if self._left:
+        # All processes have the batches, and process 0 writes the checkpoint.
+        if self._left and jax.process_index() == 0:
             path = rollout_files.path_at(self._directory, self._step)
             left = {
                 **rollout_files.write(path, [x.batch for x in self._left]),
@@ -144,4 +147,5 @@ class Updates:
 
     def forget(self, steps: Sequence[int]) -> None:
         """Removes the files of other steps: their checkpoints are gone."""
-        rollout_files.forget(self._directory, steps)
+        if jax.process_index() == 0:
+            rollout_files.forget(self._directory, steps)
