@@ -73,7 +73,9 @@ def tensor_shapes(shape):
     named = {"model.embed_tokens": (shape.vocab_size, width)}
     for layer in range(shape.num_layers):
         named |= {f"model.layers.{layer}.{name}": x for name, x in block.items()}
-    named |= {"model.norm": (width,), "lm_head": (shape.vocab_size, width)}
+    named |= {"model.norm": (width,)}
+    if not shape.settings()["tie_word_embeddings"]:
+        named |= {"lm_head": (shape.vocab_size, width)}
     return {f"{name}.weight": x for name, x in named.items()}
 
 

@@ -13,9 +13,22 @@ from decode_cases import random_prompts
 from llama import Llama
 from mixtures import Mixture
 
+
+class Tied(Llama):
+    """A Llama whose head is the token table."""
+
+    @property
+    def num_params(self) -> int:
+        return super().num_params - self.vocab_size * self.embed_size
+
+    def settings(self) -> dict:
+        """Arguments of `transformers.LlamaConfig`."""
+        return super().settings() | {"tie_word_embeddings": True}
+
+
 SHAPES = {
-    "1p5b": Llama(28, 1536, 8960, 12, 2, 151_936),
-    "tiny": Llama(2, 64, 96, 4, 2, 512),
+    "1p5b": Tied(28, 1536, 8960, 12, 2, 151_936),
+    "tiny": Tied(2, 64, 96, 4, 2, 512),
     "moe": Mixture(8, 1024, 512, 8, 2, 128, 32_768, 32, 4, 0, 0),
     "tiny_moe": Mixture(2, 64, 32, 4, 2, 16, 512, 8, 2, 0, 0),
 }

@@ -6,12 +6,13 @@ python examples/benchmarks/rl_ours.py --supervised
 A step is timed from the first text to the last updated weight. Before the last update
 the trainer's log-probabilities of the tokens are computed, and compared with those of
 the passes that drew the tokens. `--exact` asks for the same bits in all batches,
-`--reference` adds a divergence from the first weights, and `--supervised` trains on as
-many given tokens in place of texts of the model.
+`--reference` adds a divergence from the weights that the run starts from, and
+`--supervised` trains on as many given tokens in place of texts of the model.
 """
 
 import dataclasses
 import math
+import pathlib
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ import numpy as np
 import rl_cases as cases
 import timing
 from decode_ours import model_settings
+from load_hf_speed import make_checkpoint
 
 import zjax
 from zjax.rl import Trainer, kl_k3, logprobs_of
@@ -158,7 +160,11 @@ def make_trainer(given, directory):
     prompts = workload.prompts(shape.vocab_size, number)
     config = with_texts(config, given)
     if given.reference:
-        config = zjax.load_config(config, "rl.reference=loss")
+        start = pathlib.Path(directory) / "start"
+        make_checkpoint(start, dataclasses.replace(shape, length=workload.length))
+        cases.progress("a checkpoint to start from is written")
+        changes = {"rl.reference": "loss", "checkpoint.init_from": str(start)}
+        config = zjax.load_config(config, changes)
     rows = [{"prompt": prompt} for prompt in prompts]
     return Trainer(config, prompts=rows, devices=devices)
 

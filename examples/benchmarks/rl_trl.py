@@ -44,7 +44,7 @@ def make_tokenizer(vocab_size):
 def make_model(shape):
     """A Llama of random weights in bfloat16, with a tied head."""
     config = LlamaConfig(
-        **shape.settings() | {"tie_word_embeddings": True},
+        **shape.settings(),
         bos_token_id=None,
         eos_token_id=shape.vocab_size - 1,
         pad_token_id=0,
