@@ -61,17 +61,25 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(columns):
     run = jax.jit(functools.partial(invariant.matmul, dtype=jnp.bfloat16))
     found = assert_rows_are_alone(lambda x: run(x, matrix), x)
     expected = np.float64(x) @ np.float64(matrix)
-    np.testing.assert_allclose(np.float64(found), expected, rtol=4e-3, atol=1e-4)
+    np.testing.assert_allclose(np.float64(found), expected, rtol=4e-3, atol=1e-3)
 
 
 @ONE_GPU
 def test_a_row_of_logits_does_not_depend_on_the_number_of_rows():
-    """With the head as stored, in float32."""
-    x, head = draw(0, 4096, K), draw(1, 1024, K)
+    """With the head as stored, of a vocabulary that no tile divides, in float32."""
+    x, head = draw(0, 4096, K), draw(1, 1001, K)
     run = jax.jit(invariant_layers.logits)
     found = assert_rows_are_alone(lambda x: run(x, head), x)
     expected = np.float64(x) @ np.float64(head).T
     np.testing.assert_allclose(np.float64(found), expected, atol=1e-3)
+
+
+@ONE_GPU
+def test_a_row_of_partitions_does_not_depend_on_the_number_of_rows():
+    scores = 8 * draw(0, 4096, 4096 + 384).astype(jnp.float32)
+    found = assert_rows_are_alone(jax.jit(invariant.log_partition), scores)
+    expected = np.log(np.exp(np.float64(scores)).sum(-1))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @ONE_GPU
@@ -103,7 +111,7 @@ def test_chunks_and_packed_rows_attend_with_the_same_bits(size, heads, how):
     found = np.asarray(packed(q, k, v, jnp.int32(np.stack(texts))))
     assert np.isfinite(found.astype(np.float32)).all()
     usual = plain_attention(q, k, v, np.stack(texts), **how)
-    np.testing.assert_allclose(np.float32(found), usual, atol=2e-2)
+    np.testing.assert_allclose(np.float32(found), usual, rtol=2e-2, atol=2e-2)
     paged = jax.jit(functools.partial(invariant.paged_attention, **how))
     for row, start, number in (0, 0, 200), (0, 278, 234), (1, 0, 512):
         text = slice(start, start + number)
@@ -182,5 +190,5 @@ def test_the_trainer_runs_the_kernels():
         return found.logprobs
 
     text = jax.jit(run).lower(tokens, ids).compile().as_text()
-    # Two layers of two norms, attention, seven products; then a norm and the head.
-    assert text.count('custom_call_target="mosaic_gpu') >= 22
+    # Two layers of two norms, attention, seven products; a norm, the head, a partition.
+    assert text.count('custom_call_target="mosaic_gpu') >= 23

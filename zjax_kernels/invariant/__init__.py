@@ -2,8 +2,10 @@
 
 from zjax_kernels.invariant.api import (
     has_attention,
+    has_log_partition,
     has_matmul,
     has_norm,
+    log_partition,
     matmul,
     packed_attention,
     paged_attention,
@@ -11,8 +13,10 @@ from zjax_kernels.invariant.api import (
 
 __all__ = [
     "has_attention",
+    "has_log_partition",
     "has_matmul",
     "has_norm",
+    "log_partition",
     "matmul",
     "packed_attention",
     "paged_attention",

@@ -35,18 +35,21 @@ def has_matmul(x: Array, weights: Array, *, transpose: bool = False) -> bool:
         transpose: Whether the matrix is stored transposed.
 
     Returns:
-        True on one Hopper GPU, for one dtype of 16 bits, K and N multiples of 64.
+        True on one Hopper GPU, for one dtype of 16 bits, K a multiple of 64, and N too
+        without `transpose`.
 
     Example:
         >>> has_matmul(jnp.ones((1, 64)), jnp.ones((64, 64)))  # not of 16 bits
         False
     """
     problem, _ = dtype_obstacle(x, weights)
-    if not problem and any(side % _SIDE or not side for side in weights.shape):
-        problem = f"it needs matrices with sides of 64, 128, ..., not {weights.shape}"
-    if not problem and not len(x):
-        problem = "it needs rows"
     sides = weights.shape[::-1] if transpose else weights.shape
+    # Rows of a transposed matrix beyond the end are read as zeros.
+    whole = sides[:1] if transpose else sides
+    if not problem and any(side % _SIDE for side in whole):
+        problem = f"it needs matrices with sides of 64, 128, ..., not {sides}"
+    if not problem and not (len(x) and all(sides)):
+        problem = "it needs numbers"
     arrays = f"{x.dtype.name}, matrices of {sides}"
     return _runs("batch-invariant product", arrays, problem)
 
@@ -78,6 +81,50 @@ def matmul(
     """
     run = load_implementation("invariant", "mosaic_gpu").matmul
     return run(x, weights, transpose=transpose, dtype=jnp.dtype(dtype or x.dtype))
+
+
+def has_log_partition(scores: Array) -> bool:
+    """Whether `log_partition` runs for scores like these here.
+
+    Args:
+        scores: [N, V] floats.
+
+    Returns:
+        True on one Hopper GPU, for float32 and V a multiple of 128.
+
+    Example:
+        >>> has_log_partition(jnp.ones((1, 100)))
+        False
+    """
+    columns, problem = scores.shape[-1], ""
+    if scores.dtype != jnp.float32:
+        problem = f"it needs float32 and the scores are {scores.dtype.name}"
+    elif columns % THREADS or not scores.size:
+        problem = f"it needs rows of 128, 256, ..., not {columns}"
+    return _runs("batch-invariant partition", f"{columns} columns", problem)
+
+
+def log_partition(scores: Array) -> Array:
+    """Computes `log sum_v exp(scores)`: no bit of a row depends on another row.
+
+    There is no gradient rule.
+
+    Args:
+        scores: float32[N, V] for which `has_log_partition` is true.
+
+    Returns:
+        float32[N].
+
+    Example:
+        >>> scores = jnp.zeros((2, 128))
+        >>> if has_log_partition(scores):
+        ...     log_partition(scores).shape
+
+    Reference:
+        Milakov and Gimelshein, Online normalizer calculation for softmax
+        (arXiv:1805.02867), section 2.
+    """
+    return load_implementation("invariant", "mosaic_gpu").log_partition(scores)
 
 
 def has_norm(x: Array) -> bool:
@@ -243,5 +290,6 @@ def _runs(operation: str, arrays: str, problem: str) -> bool:
 
 
 def num_devices() -> int:
-    """Returns the number of devices of all processes."""
-    return jax.device_count()
+    """Returns the devices of the mesh in use, or of all processes without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() if mesh.empty else mesh.size

@@ -56,7 +56,8 @@ def test_products_are_rounded_once_to_the_dtype(dtype):
 @pytest.mark.parametrize("transpose", [False, True])
 def test_products_of_all_widths_lower_for_cuda(one_hopper, rows, transpose):
     """Fails if rows are padded, or weights are copied or transposed."""
-    for columns, dtype in (1536, jnp.bfloat16), (8960, None), (151936, jnp.float32):
+    vocabulary = 50_257 if transpose else 151_936
+    for columns, dtype in (1536, jnp.bfloat16), (8960, None), (vocabulary, jnp.float32):
         sides = (columns, 128) if transpose else (128, columns)
         arrays = shape_of(rows, 128), shape_of(*sides)
         assert invariant.has_matmul(*arrays, transpose=transpose)
@@ -67,6 +68,22 @@ def test_products_of_all_widths_lower_for_cuda(one_hopper, rows, transpose):
 def test_tiles_are_narrow_where_wide_ones_would_leave_multiprocessors_idle():
     found = [choose_tuning(*x).tile_columns for x in ((512, 1536), (16384, 8960))]
     assert found == [64, 256]
+
+
+def test_partitions_are_sums_of_exponentials(capfd):
+    """Of rows with whole chunks, and columns left behind the last chunk."""
+    scores = 4 * draw(3, 2 * 4096 + 384, dtype=jnp.float32)
+    run = functools.partial(mosaic_gpu.log_partition, interpret=INTERPRETER)
+    expected = np.log(np.exp(np.float64(scores)).sum(-1))
+    np.testing.assert_allclose(jax.jit(run)(scores), expected, rtol=1e-6)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(512, 151_936), (3, 128), (1, 128_256)])
+def test_partitions_lower_for_cuda(one_hopper, rows, columns):
+    scores = shape_of(rows, columns, dtype=jnp.float32)
+    assert invariant.has_log_partition(scores)
+    assert num_kernels(invariant.log_partition, scores) == 1
 
 
 LENGTHS = [42, 21, 65, 64], [62, 1, 1, 128]
@@ -173,6 +190,10 @@ def test_kernels_run_where_all_programs_of_a_model_have_them(one_hopper, monkeyp
     assert not invariant.has_matmul(wide, weights)
     assert not invariant.has_norm(wide) and not invariant.has_norm(odd)
     assert not invariant.has_attention(odd, odd, odd)
+    assert invariant.has_matmul(x, shape_of(77, 128), transpose=True)
+    assert not invariant.has_matmul(x, shape_of(128, 77), transpose=True)
+    assert invariant.has_log_partition(wide) and not invariant.has_log_partition(x)
+    assert not invariant.has_log_partition(shape_of(5, 77, dtype=jnp.float32))
     assert not invariant.has_attention(q, q, shape_of(5, 1, 1, 64))
     monkeypatch.setattr(api, "num_devices", lambda: 2)
     assert not invariant.has_matmul(x, weights)

@@ -35,6 +35,8 @@ from zjax_kernels.warpgroups import AXIS, load, specialize_warpgroups
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one number per row of a matrix in registers."""
+_TILE = 8
+"""Rows of a tile that a copy takes."""
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 """Layout of one number per column of a matrix in registers."""
 
@@ -75,6 +77,7 @@ def multiply(
     """Multiplies rows by the matrix of the group; returns the outputs of `epilogue`."""
     return multiply_tiles(
         *(x, weights, _cover(sizes, len(x)), epilogue),
+        columns=weights.shape[1 if transpose else 2] // epilogue.num_parts,
         transpose=transpose,
         tuning=tuning,
         interpret=interpret,
@@ -87,12 +90,15 @@ def multiply_tiles(
     tiles: Sequence[Any],
     epilogue: Epilogue,
     *,
+    columns: int,
     transpose: bool,
     tuning: Tuning,
     interpret: Any,
 ) -> tuple[Array, ...]:
-    """Multiplies tiles of rows: group, first row and rows of each, and their number."""
-    columns = weights.shape[1 if transpose else 2] // epilogue.num_parts
+    """Multiplies tiles of rows: group, first row and rows of each, and their number.
+
+    A part has `columns`, which may go beyond a transposed matrix: products are 0 there.
+    """
     width = tuning.width(columns, epilogue.num_parts)
     shape = _Shape(
         num_groups=len(weights),
@@ -101,6 +107,7 @@ def multiply_tiles(
         width=width,
         band=tuning.band,
         transpose=transpose,
+        copies_tiles=not (transpose and weights.shape[1] % _TILE),
     )
     scratch = _allocate(shape, epilogue, tuning.stages, x.dtype, interpret is not None)
     inputs = (*tiles, x, weights, *epilogue.inputs)
@@ -109,6 +116,10 @@ def multiply_tiles(
         *tiles, x_ref, weights_ref = inputs[:6]
         views = functools.partial(Views.of, simulated=interpret is not None)
         memory = memory._replace(x=views(memory.x), out=views(memory.out))
+        if shape.copies_tiles:
+            memory = memory._replace(weights=Views(*[memory.weights] * 3))
+        else:
+            memory = memory._replace(weights=views(memory.weights))
         work, refs = _Work(shape, *tiles), _Refs(inputs[6:], outputs, interpret)
         specialize_warpgroups(
             functools.partial(_compute, work, memory, epilogue, refs),
@@ -150,6 +161,8 @@ def _allocate(shape, epilogue, stages, dtype, simulated):
     views = functools.partial(Views.allocate, simulated=simulated)
     parts = epilogue.num_parts
     weights = plgpu.SMEM((stages, parts, *operand), dtype, transforms=TILED)
+    if not shape.copies_tiles:
+        weights = views((stages, parts, *operand), dtype)
     return _Memory(
         x=views((stages, TILE_ROWS, DEPTH), dtype),
         weights=weights,
@@ -182,6 +195,8 @@ class _Shape(NamedTuple):
     width: int
     band: int
     transpose: bool
+    copies_tiles: bool
+    """Whether copies of matrices are of tiles, which must divide a matrix."""
 
     @property
     def num_columns(self) -> int:
@@ -289,7 +304,7 @@ def _copy(work, memory, epilogue, x_ref, weights_ref, inputs):
                 place = (wide, deep) if shape.transpose else (deep, wide)
                 plgpu.copy_gmem_to_smem(
                     weights_ref.at[tile.group, *place],
-                    memory.weights.at[stage, part],
+                    memory.weights.by_rows.at[stage, part],
                     ready,
                 )
 
@@ -324,7 +339,7 @@ def _compute(work, memory, epilogue, refs):
         def multiply(totals, step, stage):
             rows = memory.x.tiled.at[stage, pl.ds(half * HALF, HALF)]
             for part, total in enumerate(totals):
-                weights = memory.weights.at[stage, part]
+                weights = memory.weights.tiled.at[stage, part]
                 if work.shape.transpose:
                     weights = weights.transpose((1, 0))
                 plgpu.wgmma(total, rows, weights)

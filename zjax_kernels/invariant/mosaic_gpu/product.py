@@ -34,9 +34,11 @@ def matmul(
 ) -> Array:
     """Multiplies rows of 16 bits by a matrix, in float32, rounded to `dtype`.
 
-    `weights` are [K, N], or [N, K] with `transpose`, K and N multiples of 64.
+    `weights` are [K, N], K and N multiples of 64, or with `transpose` [N, K] and any N.
     """
-    rows, columns = len(x), weights.shape[0 if transpose else 1]
+    rows, num_outputs = len(x), weights.shape[0 if transpose else 1]
+    # Stores of whole tiles, as rows of an odd length would begin at no 16 bytes.
+    columns = -(-num_outputs // CHUNK) * CHUNK
     width = CHUNK * 2 // jnp.dtype(dtype).itemsize
 
     def store(half: product.HalfTile) -> None:
@@ -48,11 +50,12 @@ def matmul(
     (found,) = product.multiply_tiles(
         *(x, weights[None], _tiles(rows)),
         product.Epilogue(store, [out], num_stores=1),
+        columns=columns,
         transpose=transpose,
         tuning=tuning or choose_tuning(rows, columns),
         interpret=interpret,
     )
-    return found
+    return found[:, :num_outputs]
 
 
 def choose_tuning(rows: int, columns: int) -> Tuning:
