@@ -1,6 +1,7 @@
 """The experts that come with texts are those of the whole text in one forward pass."""
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -173,6 +174,14 @@ def test_experts_come_with_texts_and_are_told(caplog, compiled_ahead):
         np.testing.assert_array_equal(text.experts, wanted)
 
 
+@functools.cache
+def model_of_one_device():
+    """The model of a run: first values depend on the seed alone."""
+    alone = features.config_of(features.LLAMA + features.EXPERTS + "mesh.data=1")
+    run = features.start(alone, 1)
+    return run.bind(run.state)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -189,12 +198,8 @@ def test_experts_do_not_depend_on_the_mesh(settings):
     with Generator(run, run.state, max_rows=2) as generator:
         sampling = Sampling(max_new_tokens=3, experts=True)
         texts = generator.generate(prompts, sampling)
-    # Equal weights: the first values of a run depend on the seed alone.
-    alone = features.config_of(features.LLAMA + features.EXPERTS + "mesh.data=1")
-    run = features.start(alone, 1)
-    model = run.bind(run.state)
     for text in texts:
-        wanted = experts_of(model, [*text.prompt_ids, *text.ids])
+        wanted = experts_of(model_of_one_device(), [*text.prompt_ids, *text.ids])
         np.testing.assert_array_equal(text.experts, wanted)
 
 
