@@ -103,22 +103,26 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def add_sizes(parser):
+    """Adds the sizes of `write_data` to the arguments of a program."""
+    parser.add_argument("--num_traces", type=int, default=20_000)
+    parser.add_argument("--num_prompts", type=int, default=5_000)
+    parser.add_argument("--num_held_out", type=int, default=100)
+
+
+def sizes_of(given):
+    """Returns the sizes that a user gave."""
+    names = "num_traces", "num_prompts", "num_held_out"
+    return {name: getattr(given, name) for name in names}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=tasks.__all__, default="sums")
     parser.add_argument("--output", type=pathlib.Path, default="runs/rl/sums/data")
-    parser.add_argument("--num_traces", type=int, default=500)
-    parser.add_argument("--num_prompts", type=int, default=5_000)
-    parser.add_argument("--num_held_out", type=int, default=100)
+    add_sizes(parser)
     given = parser.parse_args()
-    task = getattr(tasks, given.task)
-    write_data(
-        task,
-        given.output,
-        num_traces=given.num_traces,
-        num_prompts=given.num_prompts,
-        num_held_out=given.num_held_out,
-    )
+    write_data(getattr(tasks, given.task), given.output, **sizes_of(given))
 
 
 if __name__ == "__main__":

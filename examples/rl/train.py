@@ -122,9 +122,7 @@ def main(words=None):
     parser.add_argument("--task", choices=tasks.__all__, default="sums")
     parser.add_argument("--method", choices=STAGES, default="grpo")
     parser.add_argument("--directory", type=pathlib.Path, default="runs/rl")
-    parser.add_argument("--num_traces", type=int, default=500)
-    parser.add_argument("--num_prompts", type=int, default=5_000)
-    parser.add_argument("--num_held_out", type=int, default=100)
+    data.add_sizes(parser)
     parser.add_argument(
         "settings", nargs="*", help="such as model.num_layers=4, and grpo:num_steps=20"
     )
@@ -134,11 +132,7 @@ def main(words=None):
         given.task,
         given.method,
         given.directory / given.task,
-        sizes={
-            "num_traces": given.num_traces,
-            "num_prompts": given.num_prompts,
-            "num_held_out": given.num_held_out,
-        },
+        sizes=data.sizes_of(given),
         settings=given.settings,
     )
     card.show()
