@@ -248,6 +248,9 @@ def write(info, directory):
 
 LEARNED = (
     "global_batch_size=8",
+    "rl.objective=ppo",
+    "rl.critic=own",
+    "rl.pretraining.weight=0.5",
     "rl.rollout.num_prompts=4",
     "num_steps=3",
     "checkpoint.every_steps=1",
@@ -260,7 +263,8 @@ def learn_from_texts(directory):
     """The trainer after three steps, and metrics of the steps without times."""
     Engine.compile = lambda engine: None  # each pass when it runs: most never do
     trainer = rl_run.fit(directory, *LEARNED)
-    names = "loss", "reward", "grad_norm", "completion_length", "ratio", "sampler_kl"
+    names = ("loss", "reward", "grad_norm", "completion_length", "ratio", "sampler_kl")
+    names += "value_loss", "critic_grad_norm", "pretraining_loss"
     rows = [[row[name] for name in names] for row in rl_run.records(directory)]
     return trainer, rows
 
