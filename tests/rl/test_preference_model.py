@@ -120,14 +120,16 @@ def test_logits_of_any_model_give_the_same_loss():
     metrics, _, params = step_of("dpo")
     given = jax.tree.map(jnp.asarray, batch | {"reference_logprobs": reference})
     module = make_model(config).bind(jax.tree.map(jnp.asarray, params), {})
-    logits = module(given["tokens"], segment_ids=given["segment_ids"])
-    loss, weight, found = rl.preference_loss(logits, given, config.preference)
+    ids = given["segment_ids"]
+    logits = jax.jit(lambda x: module(x, segment_ids=ids))(given["tokens"])
+    loss_of = jax.jit(lambda x: rl.preference_loss(logits, x, config.preference))
+    loss, weight, found = loss_of(given)
     np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-5)
     np.testing.assert_allclose(found["margin"], metrics["margin"], rtol=1e-4)
     assert weight == 11
     nothing = given | {"examples": jnp.zeros_like(given["examples"])}
     nothing["weights"] = jnp.zeros_like(given["weights"])
-    loss, weight, _ = rl.preference_loss(logits, nothing, config.preference)
+    loss, weight, _ = loss_of(nothing)
     assert loss == weight == 0
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from tests.rl.test_policy import ADVANTAGES, ROLLOUTS, make_config
 from tests.support import policies
@@ -108,17 +109,19 @@ def test_the_choice_of_the_router_replayed_changes_nothing():
 
 def own_choice(run, batch):
     """The experts that the run's routers choose, int16[B, L, mixtures, 2]."""
-    stack, params = run.model.stack, run.step.parameters(run.state)
-    embed, segments, _ = stack.split(params)
+    stack = run.model.stack
     given = {name: jnp.asarray(batch[name]) for name in ("tokens", "segment_ids")}
-    carry, context = stack.embed(embed, given, None)
-    decoder, found = run.bind(run.state), []
-    from flax import nnx
+    graph, _ = nnx.split(run.bind(run.state).blocks)
 
-    graph, _ = nnx.split(decoder.blocks)
-    for number in range(2):
-        params = jax.tree.map(lambda x, i=number: x[i], segments[0])
-        block = nnx.merge(graph, params)
-        found.append(block.chosen_experts(carry, context))
-        carry, _ = stack.segments[0].block(params, carry, context, None)
-    return np.asarray(jnp.stack(found, 2)).astype(np.int16)
+    @jax.jit
+    def choose(params):
+        embed, segments, _ = stack.split(params)
+        carry, context = stack.embed(embed, given, None)
+        found = []
+        for number in range(2):
+            layer = jax.tree.map(lambda x, i=number: x[i], segments[0])
+            found.append(nnx.merge(graph, layer).chosen_experts(carry, context))
+            carry, _ = stack.segments[0].block(layer, carry, context, None)
+        return jnp.stack(found, 2)
+
+    return np.asarray(choose(run.step.parameters(run.state))).astype(np.int16)

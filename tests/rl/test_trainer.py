@@ -386,7 +386,6 @@ def test_texts_are_of_the_weights_that_learn_beside_an_average(tmp_path):
         "optimizer.peak_learning_rate=0.1",
         "evaluation.num_batches=-1",
         "rl.evaluation_samples=4",
-        num_devices=1,
         evaluation_prompts=rl_run.PROMPTS,
     )
     trainer.fit()
