@@ -31,7 +31,7 @@ IS_NEW = jaxlib.version.__version_info__ >= (0, 11)
 CACHE = "" if IS_NEW else pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
 MOST_MAPPINGS = 30_000
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
 if not IS_NEW:  # elsewhere an unknown flag is fatal

@@ -26,7 +26,7 @@ from zjax.generation.shards import num_shards
 from zjax.generation.sizes import sizes_of
 from zjax.settings import schema
 
-LENGTH, PAGE = 200, 16
+LENGTH, PAGE, PAGES = 200, 16, 80
 LONG = " mesh.data=8 model.max_length=64"
 CONFIG = dataclasses.replace(language.LLAMA, max_length=LENGTH)
 RNG = np.random.default_rng(4)
@@ -49,11 +49,14 @@ def circular():
 
 
 class Written:
-    """An engine that counts the passes through the model, and what it writes."""
+    """An engine that counts the passes through the model, and what it writes.
 
-    def __init__(self, decoder, width, *, num_rows=4, num_pages=80, most=LENGTH):
+    The cache has one shape, so that engines of fewer pages share programs.
+    """
+
+    def __init__(self, decoder, width, *, num_rows=4, num_pages=PAGES, most=LENGTH):
         shapes = {"num_slots": num_rows, "max_length": most}
-        passes = decoder.passes(num_pages=num_pages, page_size=PAGE, **shapes)
+        passes = decoder.passes(num_pages=PAGES, page_size=PAGE, **shapes)
         sizes = [Size(num_rows), Size(num_rows, 2)]
         sizes += [Size(num_rows, width=width)] if width > 1 else []
         pools = [Pool(num_pages, PAGE) for _ in range(num_shards(decoder.axes))]
@@ -114,7 +117,7 @@ def test_texts_are_those_without_drafts(sampling, always):
     metrics = drafted.scheduler.metrics
     assert 0 < metrics.num_accepted_drafts < metrics.num_drafts
     # Texts of requests alone, with a width of their own.
-    alone = Written(decoder(), 16, num_rows=1)
+    alone = Written(decoder(), 8, num_rows=1)
     for request, text in zip(requests, wanted, strict=True):
         assert alone.write([request])[0] == [text]
 
@@ -123,7 +126,7 @@ def test_texts_are_those_without_drafts_where_pages_run_out(always):
     """Fails if a row that gives its pages away counts its drafts as tokens."""
     requests = requests_of(Sampling(max_new_tokens=60))
     wanted, _ = Written(decoder(), 1).write(requests)
-    narrow = Written(decoder(), 6, num_pages=14)
+    narrow = Written(decoder(), 4, num_pages=14)
     assert narrow.write(requests)[0] == wanted
     assert narrow.scheduler.metrics.num_preemptions > 0
 

@@ -16,12 +16,12 @@ ENDS = '"message":"the server ends; ask again later"'
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drained") / "llama"
-    return small_llama.write(folder, max_length=1_024)
+    return small_llama.write(folder)
 
 
 @contextlib.contextmanager
 def drained(folder, seconds):
-    words = f"--model={folder}", f"--drain_seconds={seconds}", "--max_rows=4"
+    words = f"--model={folder}", f"--drain_seconds={seconds}", "--max_rows=8"
     with served(*words, "--max_unread_bytes=1000000000") as server:
         yield server
 

@@ -20,7 +20,7 @@ LONG = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loaded") / "llama"
-    small_llama.write(folder, max_length=1024)
+    small_llama.write(folder)
     words = "--max_rows=8", "--max_unread_bytes=20000", "--served_name=tiny"
     with served(f"--model={folder}", *words, key=KEY) as server:
         yield server
