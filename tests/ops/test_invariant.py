@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.lowering import num_kernels
 from zjax.ops import attention, invariant, invariant_attention, invariant_layers, rotary
-from zjax_kernels import norm
+from zjax_kernels import device, norm
+from zjax_kernels.invariant import api
 
 ROWS = 48
 RNG = np.random.default_rng(0)
@@ -180,3 +182,46 @@ def test_attention_is_that_of_the_usual_kernel(bounds, has_sinks):
 
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
     jax.tree.map(compare, both(in_order, q, k, v, sinks), both(usual, q, k, v, sinks))
+
+
+def shape_of(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def attend_in_rows(q, k, v, positions):
+    plain = functools.partial(attention.dot_product_attention, causal=True)
+    scores = invariant_attention.scores_of(attention.UNBOUNDED, 64)
+    return invariant_attention.attend_to_rows(plain, q, k, v, positions, scores)
+
+
+def attend_in_pages(q, keys, values, pages, starts):
+    scores = invariant_attention.scores_of(attention.UNBOUNDED, 64)
+    where = pages, starts, starts
+    return invariant_attention.attend_to_pages(q, keys, values, *where, scores)
+
+
+WIDE, HEADS, POOL = shape_of(5, 128), shape_of(2, 24, 2, 64), shape_of(9, 2, 16, 64)
+NUMBERS = shape_of(2, dtype=jnp.int32)
+ON_HOPPER = {
+    "product": (invariant_layers.dot, WIDE, shape_of(128, 64)),
+    "logits": (invariant_layers.logits, WIDE, shape_of(77, 128)),
+    "norm": (
+        lambda x: invariant_layers.normalize(x, x[0], None, eps=1e-5, centre=False),
+        WIDE,
+    ),
+    "partition": (invariant.log_partition, shape_of(5, 128, dtype=jnp.float32)),
+    "rows": (attend_in_rows, *[HEADS] * 3, shape_of(2, 24, dtype=jnp.int32)),
+    "pages": (
+        attend_in_pages,
+        *(HEADS, POOL, POOL, shape_of(2, 3, dtype=jnp.int32), NUMBERS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_each_operation_is_a_kernel_on_a_hopper_gpu(monkeypatch, name):
+    """Fails if plain JAX, which is many times slower, takes the place of a kernel."""
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    monkeypatch.setattr(api, "num_devices", lambda: 1)
+    run, *arrays = ON_HOPPER[name]
+    assert num_kernels(run, *arrays) == 1

@@ -70,7 +70,8 @@ def packed_attention(
 
     def body(inputs, outputs, scratch):
         q_ref, keys_ref, values_ref, sinks_ref, *tables = inputs
-        pools = Cache(keys_ref, values_ref, None, None, None)
+        nothing: Any = None  # no pages
+        pools = Cache(keys_ref, values_ref, nothing, nothing, nothing)
         memory = scratch.of(interpret)
         arithmetic = Arithmetic(interpret)
         tables = _Tables(*tables)
