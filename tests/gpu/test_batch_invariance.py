@@ -23,8 +23,8 @@ from zjax_kernels import invariant
 
 ONE_GPU = pytest.mark.skipif(jax.device_count() > 1, reason="needs one GPU alone")
 pytestmark = NEEDS_HOPPER
-ROWS, K = (1, 8, 64, 300), 384
-"""Rows that are taken out of 4,096."""
+K, ROWS, FEW = 384, (1, 8, 64, 300), (1, 300)
+"""Inputs, and rows that are taken out of 4,096: each number is another kernel."""
 LENGTHS = [200, 1, 77, 234], [512]
 """Texts of packed rows."""
 
@@ -43,10 +43,10 @@ def draw(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def assert_rows_are_alone(run, x):
+def assert_rows_are_alone(run, x, numbers=FEW):
     """Fails if a row of `run(x)` is other bits where other rows stand beside."""
     found = np.asarray(run(x))
-    for rows in ROWS:
+    for rows in numbers:
         first = (len(x) - rows) // 3
         alone = np.asarray(run(x[first : first + rows]))
         np.testing.assert_array_equal(alone, found[first : first + rows])
@@ -54,12 +54,12 @@ def assert_rows_are_alone(run, x):
 
 
 @ONE_GPU
-@pytest.mark.parametrize("columns", [1024, 320])
-def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(columns):
+@pytest.mark.parametrize(("columns", "numbers"), [(1024, ROWS), (320, FEW)])
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(columns, numbers):
     """In tiles of 64 to 256 columns; fails if the width of an instruction counts."""
     x, matrix = draw(0, 4096, K), draw(1, K, columns)
     run = jax.jit(functools.partial(invariant.matmul, dtype=jnp.bfloat16))
-    found = assert_rows_are_alone(lambda x: run(x, matrix), x)
+    found = assert_rows_are_alone(lambda x: run(x, matrix), x, numbers)
     expected = np.float64(x) @ np.float64(matrix)
     np.testing.assert_allclose(np.float64(found), expected, rtol=4e-3, atol=1e-3)
 
@@ -117,9 +117,10 @@ def test_chunks_and_packed_rows_attend_with_the_same_bits(size, heads, how):
         text = slice(start, start + number)
         pool, table = to_pages(k[row, text], v[row, text])
         for tokens in (1, 7, 64):
-            chunks = -(-number // tokens)
+            # As many chunks for each text, of which the last have no tokens.
+            chunks = -(-length // tokens)
             starts = np.arange(chunks, dtype=np.int32) * tokens
-            counts = np.minimum(number - starts, tokens).astype(np.int32)
+            counts = np.clip(number - starts, 0, tokens).astype(np.int32)
             padding = [(0, chunks * tokens - number), (0, 0), (0, 0)]
             given = jnp.pad(q[row, text], padding).reshape(chunks, tokens, heads, size)
             pages = np.repeat(table[None], chunks, axis=0)
