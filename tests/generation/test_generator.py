@@ -182,7 +182,7 @@ def test_a_call_that_is_interrupted_ends_its_texts(generator, call, monkeypatch)
     """Fails if texts that nobody waits for keep the rows of a generator that lives."""
     cancelled = []
 
-    def interrupt(number, ticket):
+    def interrupt(*given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generator, "_collect", interrupt)
@@ -190,6 +190,15 @@ def test_a_call_that_is_interrupted_ends_its_texts(generator, call, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         [*getattr(generator, call)([[1, 2], [3]], Sampling(max_new_tokens=14))]
     assert cancelled == [[1, 2], [3]]
+
+
+def test_a_function_ends_texts_between_passes(generator):
+    """Fails if a call waits for its texts, or the generator ends with them."""
+    long = Sampling(max_new_tokens=14)
+    texts = generator.generate([[1, 2], [3]], long, stopped=lambda: True)
+    assert [text.finish_reason for text in texts] == ["abort"] * 2
+    texts = generator.generate([[1, 2]], Sampling(max_new_tokens=2))
+    assert [text.finish_reason for text in texts] == ["length"]
 
 
 def test_a_generator_that_nobody_closes_frees_its_engine(compiled_ahead):

@@ -33,7 +33,7 @@ def mixed(judge, tmp_path_factory):
     entries = rewards(given, {"function": PLAIN, "weight": -0.5})
     trainer = rl_run.make_trainer(directory, entries, "num_steps=1", num_devices=2)
     seen, score = [], trainer._judges.score
-    trainer._judges.score = lambda drawn: seen.extend(score(drawn)) or seen
+    trainer._judges.score = lambda x, **given: seen.extend(score(x, **given)) or seen
     trainer.fit()
     trainer.close()
     return trainer, directory, seen
