@@ -85,7 +85,7 @@ def check_server(folder, settings, prompt):
     """Asks a server, whose text must be the text of the trained weights."""
     served = ask_server(folder / "grpo", prompt)
     trainer = train.run("grpo", folder.name, folder, settings)
-    sampling = zjax.Sampling(max_new_tokens=report.MAX_NEW_TOKENS, temperature=0)
+    sampling = zjax.Sampling(max_new_tokens=report.MAX_NEW_TOKENS)
     with zjax.Generator(trainer.run, trainer.state) as generator:
         [text] = generator.generate([prompt], sampling)
     if served != text.text:
@@ -101,7 +101,7 @@ def draw_curves(folder, path):
     for panel, (stage, value) in zip(panels, PANELS.items(), strict=True):
         lines = data.read_lines(folder / stage / "metrics.jsonl")
         points = [(line["step"], line[value]) for line in lines if value in line]
-        panel.plot(*zip(*points, strict=True))
+        panel.plot(*zip(*points, strict=True), marker=".")
         panel.set(title=stage, xlabel="step", ylabel=value)
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -11,8 +11,8 @@ from zjax import config as zconfig
 def get_config():
     config: Any = zconfig.base()
     config.directory = "runs/rl/sums/supervised"
-    config.num_steps = 1_500
-    config.global_batch_size = 16  # rows of 64 bytes, each with two or three traces
+    config.num_steps = 1_200
+    config.global_batch_size = 32  # rows of 64 bytes, each with two or three traces
     config.data.source = "tokens"
     config.data.path = "runs/rl/sums/data/traces"
     config.data.packing = "documents"
@@ -26,6 +26,6 @@ def get_config():
 
     config.optimizer.peak_learning_rate = 2e-3
     config.optimizer.schedule.num_warmup_steps = 50
-    config.evaluation.every_steps = 500
+    config.evaluation.every_steps = 400
     config.checkpoint.every_steps = 0
     return config

@@ -81,7 +81,7 @@ def of_stage(stage, settings):
     ]
 
 
-def learn(name, method, folder, *, sizes, settings=(), num_drawn=1_000):
+def learn(name, method, folder, *, sizes, settings=(), num_drawn=500):
     """Runs all stages of a task; returns the report card.
 
     The supervised start is examined after four fifths of its steps, too: a start that
@@ -122,6 +122,7 @@ def main(words=None):
     parser.add_argument("--task", choices=tasks.__all__, default="sums")
     parser.add_argument("--method", choices=STAGES, default="grpo")
     parser.add_argument("--directory", type=pathlib.Path, default="runs/rl")
+    parser.add_argument("--num_drawn", type=int, default=500, help="prompts of pairs")
     data.add_sizes(parser)
     parser.add_argument(
         "settings", nargs="*", help="such as model.num_layers=4, and grpo:num_steps=20"
@@ -134,6 +135,7 @@ def main(words=None):
         given.directory / given.task,
         sizes=data.sizes_of(given),
         settings=given.settings,
+        num_drawn=given.num_drawn,
     )
     card.show()
 
