@@ -114,7 +114,7 @@ def test_the_checkpoint_that_chat_names_ends_texts_too(opened, monkeypatch):
 
 def test_weights_of_a_run_are_read_without_moments_and_held_once(tmp_path, monkeypatch):
     """Fails if a command reads what training needs, or holds all weights twice."""
-    layers = "model.num_layers=8", "model.tied_head=False", "model.vocab_size=61"
+    layers = "model.num_layers=4", "model.tied_head=False", "model.vocab_size=61"
     ends = "checkpoint.every_steps=4", "optimizer.ema_decay=0.9", "zero.stage=3"
     trainer = small_run.fit(tmp_path / "run", *ends, *layers)
     wanted = [trainer.generate("5 6", temperature=0.0, part=p) for p in ("ema", "raw")]
@@ -144,8 +144,8 @@ def test_weights_of_a_run_are_read_without_moments_and_held_once(tmp_path, monke
             written = generator.generate(["5 6"])[0].text
         assert "5 6" + written == text
         assert weights.name.startswith("ema" if part == "auto" else "raw")
-        # One block is there twice, of eight.
-        assert max(peak) < 1.2 * whole
+        # One block is there twice, of four.
+        assert max(peak) < 1.3 * whole
         assert {name.split("/")[0] for name in names} <= {"master", "ema"}
         del generator
         gc.collect()

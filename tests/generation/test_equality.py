@@ -54,6 +54,20 @@ FAMILIES = {
         LLAMA, positions=schema.Rotary(unrotated_every=2)
     ),
 }
+DEEP = {
+    "gpt",
+    "llama",
+    "latents",
+    "window",
+    "experts",
+    "experts alone",
+    "a layer without rotation",
+}
+"""Families of two layers: one is enough of all others."""
+FAMILIES = {
+    name: config if name in DEEP else dataclasses.replace(config, num_layers=1)
+    for name, config in FAMILIES.items()
+}
 TWO_LAYERS = "model.num_layers=2 "
 """The first and the last: those from the host have one between them."""
 RNG = np.random.default_rng(3)

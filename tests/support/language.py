@@ -96,6 +96,14 @@ def likely_texts(model, requests, length):
     return texts
 
 
+def likely_tokens(model, prompt, text, length):
+    """Takes the most likely token in place of each of a text, after those before it."""
+    whole = [*prompt, *text]
+    row = np.array([whole + [0] * (length - len(whole))], np.int32)
+    scores = np.asarray(logits_of(model, {"tokens": row}))[0]
+    return np.argmax(scores[len(prompt) - 1 : len(whole) - 1], -1).tolist()
+
+
 @functools.partial(jax.jit, static_argnums=3)
 def _loss(state, batch, key, graph):
     return sums_of(nnx.merge(graph, state), batch, key)
