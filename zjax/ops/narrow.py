@@ -6,8 +6,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from zjax_kernels import few_rows_matmul
-from zjax_kernels.decode.product.reference import interleaved, restored
-from zjax_kernels.decode.product.tuning import CODE_ROWS, MAX_CODE_ROWS, num_bits
+from zjax_kernels.decode.product.reference import (
+    Activation,
+    Options,
+    interleaved,
+    normalised,
+    restored,
+)
+from zjax_kernels.decode.product.tuning import (
+    CODE_ROWS,
+    GATE_ROWS,
+    NORM_ROWS,
+    PIECE_ROWS,
+    num_bits,
+)
 
 WeightDtype = Literal["compute", "int8", "int4", "float8"]
 """How matrices are stored; `compute` is the dtype of the rows."""
@@ -78,32 +90,61 @@ def multiply(
     x: Float[Array, "N K"],
     matrix: Codes,
     *,
+    norm: tuple[Array, float] | None = None,
+    activation: Activation = "",
     residual: Float[Array, "N M"] | None = None,
-    **fused: Any,
 ) -> Float[Array, "N M"]:
-    """Multiplies rows by codes; `fused` is as of `few_rows_matmul`.
+    """Multiplies rows by codes; all else is as of `few_rows_matmul`.
 
     Codes and scales are parameters of the program: the GPU reads them early.
-    Few rows (`CODE_ROWS`) stream the codes through the kernel, in pieces of
-    `MAX_CODE_ROWS`. More rows take one product of 16-bit numbers. XLA widens the codes
-    of int8 inside of the product, or before it if that is faster, and scales the
-    columns behind it; groups of int4 are scaled before. More rows than few meet codes
-    of float8 in float8, in one product at twice the speed of 16 bits.
+    Few rows (`CODE_ROWS`) stream the codes through the kernel, in pieces. More rows
+    take one product of 16-bit numbers. XLA widens the codes of int8 inside of the
+    product, or before it if that is faster, and scales the columns behind it; groups of
+    int4 are scaled before. More rows than few meet codes of float8 in float8, in one
+    product at twice the speed of 16 bits.
     """
     codes, scales = matrix.codes, matrix.scales
+    fused: dict[str, Any] = {"activation": activation, "residual": residual}
     if len(x) <= CODE_ROWS.get(codes.dtype.name, 0):
-        pieces = []
-        for start in range(0, len(x), MAX_CODE_ROWS):
-            rows = slice(start, start + MAX_CODE_ROWS)
-            added = None if residual is None else residual[rows]
-            given = fused | {"scales": scales, "residual": added, "early": True}
-            pieces.append(few_rows_matmul(x[rows], codes, **given))
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
-    fused |= {"residual": residual, "implementation": "reference"}
+        return _multiply_pieces(x, matrix, norm=norm, **fused)
+    fused |= {"norm": norm, "implementation": "reference"}
     if len(scales) == 1:
         fused["rounds_rows"] = codes.dtype == jnp.float8_e4m3fn
         return few_rows_matmul(x, codes, scales=scales, **fused)
     return few_rows_matmul(x, dequantize(matrix), **fused)
+
+
+def _multiply_pieces(
+    x: Array,
+    matrix: Codes,
+    *,
+    norm: tuple[Array, float] | None,
+    activation: Activation,
+    residual: Array | None,
+) -> Array:
+    """Multiplies pieces of rows by codes in the kernel.
+
+    A program normalises all rows for itself, and has the sums of gates and of values in
+    registers: where rows are many, one operation before or behind all programs is
+    faster.
+    """
+    codes, scales = matrix.codes, matrix.scales
+    if norm is not None and len(x) > NORM_ROWS:
+        x, norm = normalised(x, *norm), None
+    options = Options(activation=activation)
+    if options.num_parts > 1 and len(x) > GATE_ROWS[codes.dtype.name]:
+        total = _multiply_pieces(x, matrix, norm=norm, activation="", residual=None)
+        total = jnp.split(total.astype(jnp.float32), options.num_parts, axis=1)
+        found = options.activate(*total).astype(x.dtype)
+        return found if residual is None else found + residual
+    pieces = []
+    for start in range(0, len(x), PIECE_ROWS[codes.dtype.name]):
+        rows = slice(start, start + PIECE_ROWS[codes.dtype.name])
+        added = None if residual is None else residual[rows]
+        given = {"norm": norm, "activation": activation, "residual": added}
+        given |= {"scales": scales, "early": True}
+        pieces.append(few_rows_matmul(x[rows], codes, **given))
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
 def describe_products(weight_dtype: WeightDtype) -> str:

@@ -13,7 +13,13 @@ MAX_ROWS = 64
 MAX_CODE_ROWS = 128
 """Rows that the kernel multiplies by codes, of half or a quarter of the bytes."""
 CODE_ROWS = {"int8": 128, "int4": 256}
-"""Rows up to which codes are multiplied as they are, in pieces of `MAX_CODE_ROWS`."""
+"""Rows up to which codes are multiplied as they are."""
+PIECE_ROWS = {"int8": 128, "int4": 128}
+"""Rows of a call of the kernel with codes; calls read the codes one after another."""
+NORM_ROWS = 16
+"""Rows up to which the kernel with codes applies norms."""
+GATE_ROWS = {"int8": 64, "int4": 64}
+"""Rows up to which the kernel with codes applies activations with gates."""
 CHUNK = 64
 """Channels of 128 bytes, the width of the swizzle."""
 STEP_BYTES = 128
