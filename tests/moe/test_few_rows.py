@@ -7,11 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.moe.experts import Experts, apply_experts
+from zjax.moe import experts as all_experts
+from zjax.moe import router as routers
+from zjax.moe.experts import Experts
 from zjax.moe.few_rows import chooses_in_kernel, chosen_by, mix_few_rows, router_kernel
-from zjax.moe.router import Router, RouterArrays, route, router_logits
+from zjax.moe.router import Router, RouterArrays
 from zjax_kernels import choose_experts, lay_router
 
+route = jax.jit(routers.route, static_argnums=1)
+router_logits = jax.jit(routers.router_logits)
+apply_experts = jax.jit(all_experts.apply_experts, static_argnames="activation")
+"""A program of each case: its operations alone would be dozens."""
 TOKENS, WIDTH, EXPERTS, HIDDEN = 6, 8, 12, 4
 ROUTERS = {
     "one": Router(num_experts=EXPERTS, normalise=False),

@@ -9,12 +9,15 @@ from jax.test_util import check_grads
 import zjax
 from tests.reference import moe as reference
 from zjax.errors import ConfigError
+from zjax.moe import router as routers
 from zjax.moe.balance import balance_loss, move_bias, z_loss
 from zjax.moe.dispatch import keep_within_capacity
-from zjax.moe.router import Router, route, router_logits
+from zjax.moe.router import Router, router_logits
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan
 
+route = jax.jit(routers.route, static_argnums=1)
+"""A program of each case: its operations alone would be dozens."""
 # Six tokens and three experts, computed by hand from the definitions.
 GOLDEN = jnp.array(
     [[2, 1, 0], [2, 0, 1], [1, 0, 0], [0, 3, 1], [3, 0, 0], [0, 1, 2]], jnp.float32
