@@ -60,7 +60,7 @@ def compiled(monkeypatch):
 @MESHES
 def test_devices_split_pages_in_the_loop(settings, heads, compiled):
     """Fails if a device carries heads of other devices from token to token."""
-    run, prompts = start(settings)
+    run, prompts = start(settings + " model.num_layers=2")
     run.generate(run.state, prompts, max_new_tokens=NUM_NEW)
     loops = [x.split(" while(")[0] for x in compiled[0].splitlines() if " while(" in x]
     found = [re.findall(r"f32\[\d+,(\d+),64,4\]", loop) for loop in loops]
