@@ -432,21 +432,24 @@ def _choose_as_asked(raw, rows, known, num_best, log_partition):
     """Chooses tokens as `choose_tokens` does, whatever rows ask for."""
     history, prompt_lengths, lengths = known
     allowed = restrict(raw, rows, history, prompt_lengths, lengths)
-    greedy = jnp.argmax(allowed, axis=1).astype(jnp.int32)
-    draws = rows.temperature > 0
 
-    def draw(allowed):
+    def finish(tokens, scores, raw):
+        scores = jnp.where(rows.filtered_logprobs[:, None], scores, raw)
+        how = {"num_best": num_best, "log_partition": log_partition}
+        return Chosen(tokens, *find_logprobs(scores, tokens, rows.num_logprobs, **how))
+
+    def take(allowed, raw):
+        return finish(jnp.argmax(allowed, axis=1).astype(jnp.int32), allowed, raw)
+
+    def draw(allowed, raw):
         scores = filter_logits(allowed, rows)
-        return jnp.where(draws, _draw(scores, rows, lengths), greedy), scores
+        tokens = _draw(scores, rows, lengths)
+        best = jnp.argmax(allowed, axis=1).astype(jnp.int32)
+        return finish(jnp.where(rows.temperature > 0, tokens, best), scores, raw)
 
-    # A batch of greedy rows needs neither filters nor random numbers.
-    tokens, scores = jax.lax.cond(
-        draws.any(), draw, lambda allowed: (greedy, allowed), allowed
-    )
-    scores = jnp.where(rows.filtered_logprobs[:, None], scores, raw)
-    how = {"num_best": num_best, "log_partition": log_partition}
-    found = find_logprobs(scores, tokens, rows.num_logprobs, **how)
-    return Chosen(tokens, *found)
+    # A batch of greedy rows needs neither filters nor random numbers. Scores of all
+    # tokens stay in a branch, which would have to copy them to whoever is behind.
+    return jax.lax.cond((rows.temperature > 0).any(), draw, take, allowed, raw)
 
 
 def find_logprobs(
