@@ -15,11 +15,11 @@ def get_config():
         SUPERVISED,
         {
             "directory": "runs/rl/sums/dpo",
-            "num_steps": 200,
+            "num_steps": 60,
             "data.path": "runs/rl/sums/data/pairs",
             "preference": "dpo",
             "checkpoint.init_from": "runs/rl/sums/supervised",
-            "optimizer.peak_learning_rate": 2e-4,
+            "optimizer.peak_learning_rate": 2e-5,
             "optimizer.schedule.num_warmup_steps": 5,
             "optimizer.weight_decay": 0.0,
             "evaluation.every_steps": 0,
