@@ -101,6 +101,7 @@ def kernel(fresh, monkeypatch):
         pytest.param("communication", 2, "Streaming DiLoCo: ", marks=pytest.mark.slow),
         pytest.param("data_efficiency", 1, "window: ", marks=pytest.mark.slow),
         pytest.param("generation", 2, "the server wrote 40", marks=pytest.mark.slow),
+        pytest.param("rl", 1, "of held-out prompts", marks=pytest.mark.slow),
     ],
 )
 def test_notebook_runs(name, num_pictures, text, kernel, monkeypatch, tmp_path):
