@@ -72,12 +72,14 @@ def test_rewards_may_be_normalised_before_they_are_summed():
 
 @pytest.mark.parametrize("estimate", [SUMMED, rl.decoupled_advantages])
 def test_a_sample_without_one_of_its_rewards_is_left_out(estimate):
-    """Fails if a part of a sum is compared with the sums of other samples."""
+    """Fails if a part of a sum stands for the whole, or counts in the loss."""
     groups = rl.Groups(1, 4, WEIGHTS, estimate=estimate)
     groups.add(draw(0, [1.0, None, 0.0, 1.0], [0.0, 2.0, 0.0, None]))
     found = groups.take()
-    wanted = normalised([1, 0])
-    np.testing.assert_allclose(found.advantages, [wanted[0], 0, wanted[1], 0], 1e-5)
+    high, low = normalised([1, 0])
+    np.testing.assert_allclose(found.advantages, [high, np.nan, low, np.nan], 1e-5)
+    packed = rl.pack(found.rollouts, found.advantages, length=8, num_rows=4)
+    assert [place is None for place in packed.places] == [False, True, False, True]
     np.testing.assert_allclose(found.rewards, [1, np.nan, 0, np.nan])
     assert found.metrics["unscorable"] == 0.5
     assert found.metrics["reward"] == 0.5
@@ -89,7 +91,7 @@ def test_a_group_without_a_signal_teaches_nothing(rewards):
         groups = rl.Groups(1, len(rewards), WEIGHTS, estimate=estimate)
         groups.add(draw(0, rewards, rewards))
         found = groups.take()
-        assert not found.advantages.any()
+        assert not np.nan_to_num(found.advantages).any()
         assert found.metrics["uniform_groups"] == 1.0
 
 
@@ -180,7 +182,7 @@ def test_long_completions_are_penalised(estimate, wanted):
     groups = rl.Groups(1, 4, {"exact": 1.0}, overlong=penalty, estimate=estimate)
     groups.add(draw(0, [1.0, 1.0, 0.0, None], lengths=[4, 5, 6, 6]))
     found = groups.take()
-    np.testing.assert_allclose(found.advantages, [*wanted, 0], rtol=1e-5)
+    np.testing.assert_allclose(found.advantages, [*wanted, np.nan], rtol=1e-5)
     np.testing.assert_allclose(found.rewards, [1, 0.5, -1, np.nan])
 
 

@@ -9,6 +9,7 @@ from tests.rl.test_reward_run import save
 from tests.support import rl_run
 from tests.support.refusals import checkpoint_error, data_error
 from zjax import rl
+from zjax.rl.report import pass_rates
 
 BYTES = {"model.vocab_size": 257, "data.source": "standard_library"}
 PLAIN = "tests.support.rl_rewards:plain"
@@ -65,6 +66,15 @@ def test_a_text_that_a_function_fails_for_is_not_judged_alone(judge, mixed):
         failed, scored = pool.score(given)
     assert {*failed.rewards.values()} == {None}
     assert scored.rewards == {**texts[1].rewards, name: 0.5}
+
+
+def test_a_text_that_one_judge_leaves_unscored_is_not_solved():
+    """Fails if the first function alone says what is solved."""
+    given = [{PLAIN: 1.0, "b": 0.0}, {PLAIN: 1.0, "b": None}, {PLAIN: 0.5, "b": 1.0}]
+    drawn = {"given": "", "prompt_ids": [1], "ids": [2], "logprobs": [-0.5], "text": ""}
+    drawn |= {"sample": 0, "finish_reason": "stop"}
+    texts = [rl.Rollout(prompt=n, rewards=x, **drawn) for n, x in enumerate(given)]
+    assert pass_rates(texts, PLAIN) == {"pass_at_1": 1 / 3, "pass_at_k": 1 / 3}
 
 
 def test_judges_that_do_not_fit_are_refused_at_the_start(tmp_path):

@@ -1,6 +1,7 @@
 """Rows of pre-training beside texts: the ptx term, by global numbers of tokens."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,23 @@ def test_rows_follow_from_seed_and_step(batches):
     shares = first["rl"]["pretraining"]
     assert not shares[:4].any()
     np.testing.assert_allclose(shares.sum(), plain["rl"]["units"].sum(), rtol=1e-6)
+
+
+def test_rows_without_an_answer_leave_the_loss_of_the_policy_as_it_is(batches):
+    """Fails if a step whose rows are parts of long prompts counts its texts twice."""
+    extra, plain = Pretraining(settings_of()), batches[0]
+    read = extra._rows.read
+    nothing = {"weights": np.zeros((4, 16), np.float32)}
+    extra._rows = SimpleNamespace(read=lambda indices: read(indices) | nothing)
+    plain, extended = (
+        jax.tree.map(jnp.asarray, x) for x in (plain, extra.extend(plain, 0))
+    )
+    logits = jax.random.normal(jax.random.key(0), (8, 16, policies.VOCAB))
+    loss, weight, metrics = rl.policy_loss(logits, extended, MIXED)
+    expected, half, shown = rl.policy_loss(logits[:4], plain, PLAIN)
+    np.testing.assert_allclose([loss, weight], [expected, 2 * half], rtol=1e-6)
+    np.testing.assert_allclose(metrics["entropy"], shown["entropy"], rtol=1e-6)
+    assert metrics["pretraining_loss"] == 0
 
 
 def test_rows_divide_over_shares_and_microbatches():

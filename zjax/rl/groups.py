@@ -71,8 +71,8 @@ class Experience:
 
     Args:
         rollouts: Rollouts in the order of prompts and samples.
-        advantages: Advantage of each rollout, float32[N]; 0 for a rollout without a
-            reward and in a group of equal rewards.
+        advantages: Advantage of each rollout, float32[N]; 0 in a group of equal
+            rewards, and NaN, which leaves a rollout out, without a reward.
         rewards: Sum of the weighted rewards of each rollout with penalties, float32[N];
             NaN for a rollout without a reward.
         metrics: Statistics of all groups that were drawn, dropped ones too.
@@ -227,11 +227,14 @@ class Groups:
         estimated = self._estimate(jnp.asarray(rewards), weights)
         advantages = np.asarray(estimated, np.float32).reshape(-1)
         rollouts = [rollout for group in chosen for rollout in group]
+        totals = np.array([self._total(x) for x in rollouts], np.float32)
+        # An advantage of 0 would count in the means of the loss.
+        advantages = np.where(np.isnan(totals), np.float32(np.nan), advantages)
         kept = np.array([not self._is_masked(rollout) for rollout in rollouts])
         found = Experience(
             [*itertools.compress(rollouts, kept)],
             advantages[kept],
-            np.array([self._total(x) for x in rollouts], np.float32)[kept],
+            totals[kept],
             self._metrics(),
         )
         self._samples.clear()

@@ -58,12 +58,14 @@ class Pretraining:
         """
         read = _with_segments(self._rows.read(self._order.indices(step)))
         counts = (read["targets"] != IGNORED) * read["weights"]
-        share = batch["rl"]["units"].sum() / max(counts.sum(), 1)
         given = {
             **{name: read[name] for name in ("tokens", "segment_ids", "positions")},
             "targets": np.where(counts > 0, read["targets"], IGNORED),
         }
-        shares = (share * counts).astype(np.float32)
+        # Rows of a long prompt may have no answer: their loss is 0, of all places.
+        counts = counts if counts.any() else np.ones_like(counts)
+        shares = batch["rl"]["units"].sum() * counts / counts.sum()
+        shares = shares.astype(np.float32)
         arrays = {**batch["rl"], KEY: np.zeros_like(batch["weights"])}
         arrays = {
             name: _joined(x, shares * (name == KEY)) for name, x in arrays.items()

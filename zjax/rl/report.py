@@ -15,7 +15,8 @@ _MOST_SHOWN = 2_000
 def pass_rates(rollouts: Sequence[Rollout], function: str) -> dict[str, float]:
     """Computes how many texts, and how many prompts, are solved.
 
-    A text solves its prompt if a reward function returns 1 or more.
+    A text solves its prompt if a reward function returns 1 or more, and no judge leaves
+    the text without a reward.
 
     Args:
         rollouts: Scored texts, one or more.
@@ -28,7 +29,8 @@ def pass_rates(rollouts: Sequence[Rollout], function: str) -> dict[str, float]:
     solved = dict[int, list[bool]]()
     for rollout in rollouts:
         reward = rollout.rewards[function]
-        solved.setdefault(rollout.prompt, []).append((reward or 0.0) >= 1)
+        is_scored = None not in rollout.rewards.values()
+        solved.setdefault(rollout.prompt, []).append(is_scored and (reward or 0) >= 1)
     groups = [*solved.values()]
     return {
         "pass_at_1": float(np.mean([x for group in groups for x in group])),
