@@ -4,23 +4,27 @@ import asyncio
 from unittest import mock
 
 import numpy as np
+import pytest
 
+from zjax.data.tokenizer import make_bytes
+from zjax.errors import DataError
 from zjax.generation.engine import Engine, News, Request
 from zjax.generation.sampling import Sampling
 from zjax.generation.sequence import Sequence
+from zjax.generation.text import TextStream
 from zjax.generation.tickets import Ticket
 from zjax.generation.worker import Runner
 
 NUM_TICKETS, NUM_PASSES = 5, 3
 
 
-def make_ticket(num_samples=2):
+def make_ticket(num_samples=2, streams=()):
     sampling = Sampling(max_new_tokens=NUM_PASSES, num_samples=num_samples)
     samples = [
         Sequence([1], NUM_PASSES, request=Request(sampling, number))
         for number in range(num_samples)
     ]
-    return Ticket(sampling, [1], samples, [], lambda ticket: None)
+    return Ticket(sampling, [1], samples, [*streams], lambda ticket: None)
 
 
 def write_token(sequence, token):
@@ -78,3 +82,29 @@ def test_readers_of_several_event_loops_are_all_woken():
     [(set_all, events)] = found
     set_all(events)
     assert [ticket.waiter[1].is_set() for ticket in tickets] == [False, True]
+
+
+def aborted_text(stream):
+    """Text of a ticket that ends after a token that nobody reads at once."""
+    engine = mock.Mock(spec=Engine, scheduler=mock.Mock())
+    runner, ticket = Runner(engine), make_ticket(1, [stream])
+    ticket.sequences[0].is_streamed = False
+    runner.admit(ticket)
+    engine.step.return_value = [write_token(ticket.sequences[0], ord("a"))]
+    assert runner.step()
+    runner.abort(ticket)
+    found = [*ticket]
+    assert [token for delta in found for token in delta.ids] == [ord("a")]
+    return "".join(delta.text for delta in found)
+
+
+def test_a_text_that_ends_early_has_the_text_of_its_tokens():
+    """Fails if a text that nobody reads token by token is lost with a signal."""
+    assert aborted_text(TextStream(make_bytes())) == "a"
+
+
+def test_a_text_that_ends_early_and_cannot_be_decoded_ends_no_thread():
+    stream = TextStream(make_bytes())
+    stream.write = mock.Mock(side_effect=RuntimeError("no such bytes"))
+    with pytest.raises(DataError, match="no such bytes"):
+        aborted_text(stream)

@@ -105,6 +105,30 @@ def test_products_are_those_of_the_dequantised_matrix(kind, num_rows, options):
     )
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_sums_of_gates_stay_in_range(kind):
+    """Fails if sums of gates are rounded to float16, where 71,680 is infinite."""
+    rows = jnp.full((70, 256), 280, jnp.float16)
+    matrix = jnp.ones((256, 2), jnp.float16)
+    matrix = matrix.at[:, 1].set(0).at[0, 1].set(0.002)  # a value of 0.56
+    found = narrow.multiply(rows, narrow.quantize(matrix, kind), activation="swiglu")
+    np.testing.assert_allclose(np.float32(found), 71_680 * 0.56, rtol=0.02)
+
+
+def test_gates_and_a_residual_are_rounded_once():
+    """Fails if an activation is rounded before a residual is added."""
+    identity = 127 * jnp.tile(jnp.eye(128, dtype=jnp.bfloat16), (1, 2))
+    codes = narrow.quantize(identity, "int8")  # of scale 1: sums have no rounding
+    sizes = 0.5 ** (3 + np.arange(70)[:, None] % 8)
+    rows = jnp.tile(jnp.asarray(sizes, jnp.bfloat16), (1, 128))
+    rng = np.random.default_rng(0)
+    residual = jnp.asarray(rng.uniform(0, 4, rows.shape), jnp.bfloat16)
+    found = narrow.multiply(rows, codes, activation="swiglu", residual=residual)
+    gate = 127 * sizes
+    exact = gate * gate / (1 + np.exp(-gate)) + np.float32(residual)
+    np.testing.assert_array_equal(found, jnp.asarray(exact, jnp.bfloat16))
+
+
 @pytest.mark.parametrize("kind", LAST)
 def test_a_row_does_not_depend_on_rows_beside_it(kind):
     rows, matrix, _ = make_product(64, {})

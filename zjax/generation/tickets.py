@@ -152,20 +152,33 @@ class Ticket:
             self._cut_experts(news, size) if reason else None,
         )
 
-    def _read_text(self, news: News) -> tuple[str, list[int], str | None]:
-        """Returns the new text, the new tokens, and the reason of the end if any.
+    def end(self, sequence: Sequence) -> Delta:
+        """Returns the last delta of a text that ends early, with the text so far."""
+        request: Request = sequence.request
+        text, nothing = "", np.zeros(0, np.float32)
+        if self._streams and self._tells_at_end(sequence):
+            written = _before(sequence.generated, self.sampling.end_ids)
+            text = self._streams[request.sample].write(written)
+        best = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+        return Delta(request.sample, text, [], nothing, *best, "abort")
 
-        A text that nobody reads token by token, and that no string ends, is decoded
-        when it is complete: one token after another would cost the host more time than
-        a small model needs for the tokens.
+    def _tells_at_end(self, sequence: Sequence) -> bool:
+        """Whether a text is decoded when it is complete.
+
+        Nobody reads it token by token, and no string ends it: one token after another
+        would cost the host more time than a small model needs for the tokens.
         """
+        return not (sequence.is_streamed or self.sampling.stop)
+
+    def _read_text(self, news: News) -> tuple[str, list[int], str | None]:
+        """Returns the new text, the new tokens, and the reason of the end if any."""
         sequence, ids, reason = news.sequence, news.tokens, news.sequence.finish_reason
         if not self._streams:
             return "", ids, reason
         stream, ends = self._streams[sequence.request.sample], self.sampling.end_ids
         is_over = reason is not None and self.sampling.max_new_tokens > 0
         text = ""
-        if not (sequence.is_streamed or self.sampling.stop):
+        if self._tells_at_end(sequence):
             if is_over:
                 text = stream.write(_before(sequence.generated, ends))
             return text, ids, reason
@@ -207,14 +220,6 @@ def _set_all(events: list[asyncio.Event]) -> None:
     """Sets events, in the thread of the event loop."""
     for event in events:
         event.set()
-
-
-def aborted(sequence: Sequence) -> Delta:
-    """Returns the last delta of a text that ends early."""
-    request: Request = sequence.request
-    nothing = np.zeros(0, np.float32)
-    best = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
-    return Delta(request.sample, "", [], nothing, *best, "abort")
 
 
 def unreadable(sequence: Sequence, cause: Exception) -> DataError:

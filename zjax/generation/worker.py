@@ -10,7 +10,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.generation.engine import Engine, News
 from zjax.generation.scheduler import Metrics
 from zjax.generation.sequence import Sequence
-from zjax.generation.tickets import Ticket, aborted, unreadable, wake
+from zjax.generation.tickets import Ticket, unreadable, wake
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes the context in which passes run, such as the mesh in use."""
@@ -65,7 +65,10 @@ class Runner:
         for sequence in ticket.sequences:
             if self._tickets.pop(sequence, None) is not None:
                 self.engine.scheduler.abort(sequence)
-                ticket.tell(aborted(sequence))
+                try:
+                    ticket.tell(ticket.end(sequence))
+                except Exception as error:  # of one text, as in `_add`
+                    ticket.tell(unreadable(sequence, error))
 
     def step(self) -> bool:
         """Waits for the oldest pass, and hands out the news; False without a pass."""

@@ -132,11 +132,15 @@ def _multiply_pieces(
     if norm is not None and len(x) > NORM_ROWS:
         x, norm = normalised(x, *norm), None
     options = Options(activation=activation)
-    if options.num_parts > 1 and len(x) > GATE_ROWS[codes.dtype.name]:
+    # No kernel takes rows of float16, whose sums of gates might be above 65,504.
+    has_room = x.dtype != jnp.float16
+    if options.num_parts > 1 and has_room and len(x) > GATE_ROWS[codes.dtype.name]:
         total = _multiply_pieces(x, matrix, norm=norm, activation="", residual=None)
         total = jnp.split(total.astype(jnp.float32), options.num_parts, axis=1)
-        found = options.activate(*total).astype(x.dtype)
-        return found if residual is None else found + residual
+        found = options.activate(*total)
+        if residual is not None:
+            found += residual.astype(jnp.float32)
+        return found.astype(x.dtype)
     pieces = []
     for start in range(0, len(x), PIECE_ROWS[codes.dtype.name]):
         rows = slice(start, start + PIECE_ROWS[codes.dtype.name])
