@@ -117,6 +117,7 @@ def test_advantages_read_the_values_of_the_critic(learned):
     assert {"value", "value_loss", "critic_grad_norm"} <= {*row}
     assert row["value_loss"] > 0
     assert row["critic_skipped_steps"] == 0
+    assert learned["trainer"]._skipped_beside == {"critic_": 0}
 
 
 def test_a_critic_starts_from_weights_of_its_own(learned, tmp_path):

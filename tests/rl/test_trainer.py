@@ -18,6 +18,7 @@ from tests.support.refusals import config_error, data_error
 from zjax.errors import DataError, Problem
 from zjax.generation.generator import Generator
 from zjax.rl.sampler import Sampler
+from zjax.rl.stopping import RolloutStopped
 from zjax.rl.trainer import Trainer
 
 SEVERAL = (
@@ -186,6 +187,25 @@ def test_a_signal_drops_the_rollout_in_flight(whole, tmp_path, monkeypatch):
     assert trainer.store.steps() == (1,)
     assert_same(rl_run.fit(tmp_path), whole["trainer"])
     assert told(tmp_path) == told(whole["directory"])
+
+
+def test_a_signal_before_the_first_step_names_no_checkpoint(
+    tmp_path, monkeypatch, capsys
+):
+    def stop(self, first):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RolloutStopped
+
+    monkeypatch.setattr(Trainer, "_draw", stop)
+    trainer = rl_run.make_trainer(tmp_path, num_devices=1)
+    trainer.fit()
+    trainer.close()
+    assert trainer.exit_status == 143
+    told = capsys.readouterr().out.splitlines()
+    assert told[-3:-1] == [
+        "stopped at step 0",
+        "checkpoint: none, as no step was taken",
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,13 @@ BATCH = {"x": jnp.zeros((2, 3))}
 
 
 def make_monitor(
-    directory, *, sinks=("jsonl",), callbacks=(), log_every_steps=1, precision=None
+    directory,
+    *,
+    sinks=("jsonl",),
+    callbacks=(),
+    log_every_steps=1,
+    precision=None,
+    **given,
 ):
     observe = {"sinks": sinks, "log_every_steps": log_every_steps}
     settings = {"directory": str(directory), "num_steps": 100, "observe": observe}
@@ -40,6 +46,7 @@ def make_monitor(
         has_tokens=False,
         num_devices=1,
         callbacks=callbacks,
+        **given,
     )
 
 
@@ -141,6 +148,36 @@ def test_a_step_that_ends_the_run_says_why(
             take(monitor, 2, num_skipped=1)
     assert str(error.value) == text
     assert [step for step, _ in told] == [1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "text"),
+    [
+        (
+            {"on_nonfinite": "stop"},
+            "critic_grad_norm=nan is not finite at step 1, whose update was not "
+            "applied; lower optimizer.peak_learning_rate or look at the data",
+        ),
+        (
+            {"max_skipped_in_a_row": 2},
+            "precision.on_nonfinite='skip' skipped 2 steps in a row, starting with "
+            "critic_grad_norm=nan at step 1; lower optimizer.peak_learning_rate or "
+            "look at the data; earlier checkpoints are unaffected",
+        ),
+    ],
+    ids=["stop", "skip"],
+)
+def test_a_model_that_learns_beside_the_model_ends_the_run_too(
+    precision, text, tmp_path
+):
+    """Fails if a critic may skip every step while the policy learns."""
+    with make_monitor(tmp_path, precision=precision, beside={"critic_": 3}) as monitor:
+        with pytest.raises(NonFiniteError) as error:
+            for step in (1, 2, 3):
+                number = {"critic_skipped_steps": 3 + step}
+                take(monitor, step, critic_grad_norm=math.nan, **number)
+        assert monitor.skipped_in_a_row > 0
+    assert str(error.value) == text
 
 
 def test_a_pause_is_not_time_of_steps(tmp_path, monkeypatch):

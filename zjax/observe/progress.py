@@ -39,13 +39,15 @@ def describe_end(
     step: int,
     num_steps: int,
     num_skipped: int,
-    checkpoint: pathlib.Path,
+    checkpoint: pathlib.Path | None,
     pictures: Sequence[pathlib.Path] = (),
     load: str = "",
     reason: str = "",
     resume: str = RESUME,
 ) -> str:
     """Describes in a few lines how a run ended and where to find results.
+
+    A run that ended before the first step has no checkpoint.
 
     Example:
         >>> print(describe_end(8, 8, 0, pathlib.Path("runs/a/checkpoints/8")))
@@ -58,7 +60,7 @@ def describe_end(
     lines = [f"{'done' if is_done else 'stopped'} at step {step}{note}"]
     if load:
         lines.append(load)
-    lines.append(f"checkpoint: {checkpoint}")
+    lines.append(f"checkpoint: {checkpoint or 'none, as no step was taken'}")
     lines += [f"picture: {picture}" for picture in pictures]
     if not is_done:
         lines.append(resume)

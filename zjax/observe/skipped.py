@@ -17,7 +17,15 @@ _MASKS = "look at masks and weights of the data, or at sequence_warmup"
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row."""
+    """Counts skipped steps in a row.
+
+    Args:
+        precision: Settings, of which `on_nonfinite` says what ends the run.
+        num_steps: Steps of the whole run.
+        num_skipped: Skipped steps among the steps taken.
+        last_step: Steps already taken.
+        prefix: Beginning of the names of the metrics, for a second model.
+    """
 
     def __init__(
         self,
@@ -26,8 +34,9 @@ class SkippedSteps:
         num_steps: int,
         num_skipped: int,
         last_step: int = 0,
+        prefix: str = "",
     ):
-        self._precision = precision
+        self._precision, self._prefix = precision, prefix
         self._num_steps = num_steps
         self._num_skipped = num_skipped
         self._shared_step = last_step
@@ -47,12 +56,12 @@ class SkippedSteps:
         Steps without shared metrics count with the next step that has shared metrics.
         """
         # The first cause explains later steps.
-        self._seen = self._seen or _cause(step, values)
+        self._seen = self._seen or _cause(step, values, self._prefix)
         if not is_shared:
             return False
         since, self._shared_step = step - self._shared_step, step
         seen, self._seen = self._seen, None
-        total = int(values["skipped_steps"])
+        total = int(values[f"{self._prefix}skipped_steps"])
         new, self._num_skipped = total - self._num_skipped, total
         if new <= 0:  # the policy `update` skips nothing
             self._found, self.in_a_row = seen, 0
@@ -134,9 +143,9 @@ class _Cause(NamedTuple):
         return _MASKS if self.name == "weight" else _LOWER
 
 
-def _cause(step: int, values: Mapping[str, float]) -> _Cause | None:
+def _cause(step: int, values: Mapping[str, float], prefix: str) -> _Cause | None:
     """Finds why a step was skipped; None for a finite step that trains something."""
-    for name in ("loss", "grad_norm"):
+    for name in (f"{prefix}loss", f"{prefix}grad_norm"):
         if not math.isfinite(values.get(name, 0)):
             return _Cause(f"step {step}", name, values[name])
     if values.get("weight") == 0:

@@ -19,6 +19,9 @@ from zjax.train.state import TrainState
 from zjax.typing import Batch, Device, Metrics
 from zjax.weights.saved import CRITIC, SavedArrays
 
+PREFIX = "critic_"
+"""Beginning of the names of a separate critic's metrics."""
+
 
 class Critic:
     """The model of values of `rl.critic=own`, on the devices of the policy.
@@ -80,7 +83,7 @@ class Critic:
     def learn(self, batch: Batch) -> Metrics:
         """Takes a step on the values of a batch; returns metrics on the devices."""
         self.state, metrics = self.run.step(self.state, _routed_anew(batch))
-        shown = {f"critic_{x}": metrics[x] for x in ("grad_norm", "skipped_steps")}
+        shown = {f"{PREFIX}{x}": metrics[x] for x in ("grad_norm", "skipped_steps")}
         return {x: metrics[x] for x in ("value_loss", "value")} | shown
 
     def beside(self, state: TrainState, rows: TrainState) -> tuple[Any, Any]:

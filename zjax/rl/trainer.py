@@ -16,7 +16,7 @@ from zjax.data.prompts import make_prompts
 from zjax.errors import DataError, Problem
 from zjax.generation.sampling import Sampling
 from zjax.processes.agreement import check_same
-from zjax.rl.critic_run import Critic, CriticStep, of_policy
+from zjax.rl.critic_run import PREFIX, Critic, CriticStep, of_policy
 from zjax.rl.groups import Experience
 from zjax.rl.judges import Judges, check_judges
 from zjax.rl.minibatches import Minibatches
@@ -250,6 +250,12 @@ class Trainer(training.Trainer):
         self._critic = Critic(self.config, self._example, **self._options, **start)
         step = CriticStep.of(self.run.step, self._critic)
         self.run = dataclasses.replace(self.run, step=step)
+
+    @property
+    def _skipped_beside(self) -> dict[str, int]:
+        """Skipped steps of a separate critic."""
+        critic = self._critic
+        return {PREFIX: int(critic.state.num_skipped)} if critic else {}
 
     def _saved(self, state: TrainState, rows: TrainState) -> tuple[Any, Any]:
         """Returns the arrays of a checkpoint, and plans, with a separate critic."""

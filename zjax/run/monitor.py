@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ class Monitor:
         callbacks: Functions called after the sinks.
         values_at: Function from a step, from 1 on, to values that only the data of the
             step tell.
+        beside: Number of skipped steps of models that learn beside the model, by the
+            prefix of their metrics.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Monitor:
         schedule: TrainingSchedule,
         callbacks: Sequence[Callback] = (),
         values_at: Callable[[int], dict[str, float]] = lambda step: {},
+        beside: Mapping[str, int] = types.MappingProxyType({}),
     ):
         observe = config.observe
         if observe.plot and "jsonl" not in observe.sinks and jax.process_index() == 0:
@@ -66,12 +70,16 @@ class Monitor:
         self._callbacks = callbacks
         self._has_tokens, self._schedule = has_tokens, schedule
         self._values_at = values_at
-        self._skipped = SkippedSteps(
-            config.precision,
-            num_steps=config.num_steps,
-            num_skipped=num_skipped,
-            last_step=last_step,
-        )
+        self._skipped = [
+            SkippedSteps(
+                config.precision,
+                num_steps=config.num_steps,
+                num_skipped=number,
+                last_step=last_step,
+                prefix=prefix,
+            )
+            for prefix, number in {"": num_skipped, **beside}.items()
+        ]
         self._late = LateMetrics()
         # absolute: a function of the user may change the working directory
         self._directory = pathlib.Path(config.directory).absolute()
@@ -121,7 +129,7 @@ class Monitor:
     @property
     def skipped_in_a_row(self) -> int:
         """Newest skipped steps in a row, among steps with metrics that were read."""
-        return self._skipped.in_a_row
+        return max(each.in_a_row for each in self._skipped)
 
     @contextlib.contextmanager
     def step(
@@ -189,7 +197,7 @@ class Monitor:
         self,
         step: int,
         num_skipped: int,
-        checkpoint: pathlib.Path,
+        checkpoint: pathlib.Path | None,
         reason: str,
         resume: str,
     ) -> None:
@@ -209,14 +217,16 @@ class Monitor:
         """Logs a due or skipped step, and raises if the step ends the run."""
         self.known_step, self.newest = step, values
         is_shared = self._schedule.exchanges.at(step).shares_metrics
-        is_skipped = self._skipped.count(step, scalars(values), is_shared=is_shared)
+        known = scalars(values)
+        counted = [x.count(step, known, is_shared=is_shared) for x in self._skipped]
         due = step % self._config.observe.log_every_steps == 0
-        if due or is_skipped or step == self._config.num_steps:
+        if due or any(counted) or step == self._config.num_steps:
             values |= self._speed() | self._scheduled(step)
             self.log(step, values)
         # Only where all processes have equal values, so that all end together.
         if is_shared:
-            self._skipped.check(step, scalars(values))
+            for each in self._skipped:
+                each.check(step, known)
 
     def _speed(self) -> dict[str, float]:
         """Averages of the throughput; without MFU where steps are not whole."""

@@ -318,12 +318,19 @@ class Trainer:
             schedule=self._schedule,
             callbacks=self._callbacks,
             values_at=self.loader.values_at,
+            beside=self._skipped_beside,
         )
+
+    @property
+    def _skipped_beside(self) -> dict[str, int]:
+        """Skipped steps of further models, by the prefix of their metrics."""
+        return {}
 
     def _print_end(self, monitor: Monitor, reason: str) -> None:
         """Prints how the run ended, and how it goes on."""
         resume = PATIENCE_REMEDY if self._patience.reason else RESUME
-        saved_at = self.store.directory / str(self.store.latest())
+        latest = self.store.latest()
+        saved_at = None if latest is None else self.store.path(latest)
         skipped = int(self.state.num_skipped)
         monitor.print_end(self.step, skipped, saved_at, reason, resume)
 
