@@ -7,6 +7,7 @@ import argparse
 import json
 import pathlib
 import random
+import shutil
 import sys
 
 from zjax.data.prepare import prepare
@@ -20,7 +21,7 @@ ERROR_RATE = 0.65
 def write_data(
     task, folder, *, num_traces, num_prompts, num_held_out, error_rate=ERROR_RATE
 ):
-    """Writes the files of a task, each by a seed of its own.
+    """Writes the files of a task, each by a seed of its own: all of them or none.
 
     Args:
         task: Module of `zjax.rl.tasks`.
@@ -32,12 +33,18 @@ def write_data(
         num_held_out: Number of held-out prompts.
         error_rate: Share of traces in which the teacher errs, 0 to 1.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and any(folder.iterdir()):
+        sys.exit(f"{folder} exists already: remove it, or name another")
+    # A stage reads what is there: a program that was stopped must leave no part.
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     traces = make_traces(task, num_traces, error_rate)
-    write_examples(folder / "traces", traces, "completions")
-    write_lines(folder / "prompts.jsonl", task.rows(num_prompts, seed=1))
+    write_examples(partial / "traces", traces, "completions")
+    write_lines(partial / "prompts.jsonl", task.rows(num_prompts, seed=1))
     held_out = task.rows(num_held_out, seed=2, held_out=True)
-    write_lines(folder / "held_out.jsonl", held_out)
+    write_lines(partial / "held_out.jsonl", held_out)
+    partial.rename(folder)
 
 
 def make_traces(task, number, error_rate):

@@ -74,6 +74,24 @@ def test_traces_are_right_and_held_out_pairs_are_new(name, tmp_path):
     assert store.read_meta(str(tmp_path / "traces")).has_answers
 
 
+def test_files_of_a_task_are_whole_or_missing(tmp_path, monkeypatch):
+    """Fails if a program that was stopped leaves a part, which stages then read."""
+    example, sizes = load_example("data"), {"num_traces": 60, "num_held_out": 4}
+    folder, write = tmp_path / "data", example.write_lines
+    with monkeypatch.context() as patch:
+        patch.setattr(example, "write_lines", lambda path, rows: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            example.write_data(tasks.sums, folder, num_prompts=8, **sizes)
+    assert not folder.exists()
+    assert example.write_lines is write
+    example.write_data(tasks.sums, folder, num_prompts=8, **sizes)
+    names = {"traces", "traces.jsonl", "prompts.jsonl", "held_out.jsonl"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    with pytest.raises(SystemExit, match="exists already: remove it"):
+        example.write_data(tasks.sums, folder, num_prompts=8, **sizes)
+
+
 @pytest.mark.parametrize("name", tasks.__all__)
 def test_a_teacher_errs_at_a_rate_and_from_a_random_line_on(name):
     """Fails if traces that err are right, or are of another prompt from the start."""
