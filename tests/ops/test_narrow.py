@@ -156,6 +156,28 @@ def dtypes_of_products(kind, num_rows, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("num_rows", "fused"),
+    [(16, {"norm", "activation"}), (64, {"activation"}), (65, set())],
+)
+def test_many_rows_leave_norms_and_gates_out_of_the_kernel(
+    num_rows, fused, monkeypatch
+):
+    """Fails if each program of the kernel normalises many rows for itself."""
+    rows, matrix, options = make_product(
+        num_rows, {"norm": True, "activation": "swiglu"}
+    )
+    calls, real = [], narrow.few_rows_matmul
+
+    def watched(*args, **settings):
+        calls.append({name for name in ("norm", "activation") if settings.get(name)})
+        return real(*args, **settings)
+
+    monkeypatch.setattr(narrow, "few_rows_matmul", watched)
+    narrow.multiply(rows, narrow.quantize(matrix, "int8"), **options)
+    assert calls == [fused]
+
+
+@pytest.mark.parametrize(
     ("kind", "num_rows", "products"),
     [
         ("int8", 1, [(1, "int8", 1)]),

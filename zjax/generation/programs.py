@@ -291,11 +291,8 @@ def page_bytes(reader: Reader, weights: Weights, page_size: int) -> int:
 
 def layer_page_bytes(reader: Reader, weights: Weights, page_size: int) -> list[int]:
     """Counts the bytes on a device of a page of each layer."""
-
-    def empty(weights: Weights) -> Any:
-        return reader.empty_caches(weights, 1, page_size)
-
-    blocks = jax.eval_shape(empty, weights)
+    # Traced once for all generators of a model, of which rollouts make one each.
+    blocks = _empty_caches.eval_shape(reader, weights, 1, page_size)
     return [sum(map(bytes_on_device, x.stored)) for layers in blocks for x in layers]
 
 

@@ -12,7 +12,7 @@ import jax
 from absl import logging
 
 from zjax.data.evaluation import EvaluationSet
-from zjax.data.prompts import make_prompts
+from zjax.data.prompts import Prompts, make_prompts
 from zjax.errors import DataError, Problem
 from zjax.generation.sampling import Sampling
 from zjax.processes.agreement import check_same
@@ -182,20 +182,9 @@ class Trainer(training.Trainer):
 
     def _make_loader(self) -> Updates:
         """Makes the updates, which draw texts with the weights of the moment."""
-        settings, rollout = self._settings, self._settings.rollout
-        config, given = self.config, self._settings.prompts
+        settings, config, rollout = self._settings, self.config, self._settings.rollout
         encoder = make_prompts(config.data, config.model.vocab_size)
-        most = config.data.length - rollout.max_new_tokens
-        rows = self._given[0]
-        rows = read_rows("rl.prompts", given) if rows is None else rows
-        encode = functools.partial(PromptSet, prompts=encoder, most=most)
-        self._prompts = encode("rl.prompts", rows, seed=config.seed)
-        held_out, path = self._given[1], settings.evaluation_prompts
-        if held_out is None and path:
-            held_out = read_rows("rl.evaluation_prompts", path)
-        self._held_out = None
-        if held_out is not None and config.evaluation.num_batches:
-            self._held_out = encode("rl.evaluation_prompts", held_out, seed=None)
+        self._read_prompts(encoder)
         self._sampler = Sampler(
             self.run,
             encoder,
@@ -243,6 +232,20 @@ class Trainer(training.Trainer):
         )
         check_same(updates.state())
         return updates
+
+    def _read_prompts(self, encoder: Prompts) -> None:
+        """Reads the prompts, and the held-out prompts if any are evaluated."""
+        settings, config = self._settings, self.config
+        rows, held_out = self._given
+        most = config.data.length - settings.rollout.max_new_tokens
+        encode = functools.partial(PromptSet, prompts=encoder, most=most)
+        rows = read_rows("rl.prompts", settings.prompts) if rows is None else rows
+        self._prompts = encode("rl.prompts", rows, seed=config.seed)
+        if held_out is None and settings.evaluation_prompts:
+            held_out = read_rows("rl.evaluation_prompts", settings.evaluation_prompts)
+        self._held_out = None
+        if held_out is not None and config.evaluation.num_batches:
+            self._held_out = encode("rl.evaluation_prompts", held_out, seed=None)
 
     def _add_critic(self) -> None:
         """Makes the separate critic, which learns in each step."""
