@@ -19,6 +19,10 @@ from zjax.settings.describe import setting_paths
 from zjax.settings.mappings import to_mapping
 
 
+CHOICES = {"rl.critic.init_from": ("rl.critic=own",)}
+"""Settings under which a path is read."""
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     """A home of its own for each test."""
@@ -61,7 +65,7 @@ def test_a_home_is_expanded_in_the_index_of_a_metric(home):
 def test_a_home_is_expanded_in_every_setting(setting, home):
     many = setting == "zero.offload.nvme_paths"
     value = ("~/a",) if many else "~/a"
-    config = load_config({}, {setting: value})
+    config = load_config({}, *CHOICES.get(setting, ()), {setting: value})
     found = operator.attrgetter(setting)(config)
     assert found == ((f"{home}/a",) if many else f"{home}/a")
 
@@ -71,7 +75,8 @@ def test_a_home_is_expanded_in_every_setting(setting, home):
 )
 def test_variables_are_expanded_in_every_setting(setting, monkeypatch):
     monkeypatch.setenv("PLACE", "/p")
-    config = load_config({}, f"{setting}=$PLACE/${{PLACE}}_$1")
+    given = f"{setting}=$PLACE/${{PLACE}}_$1"
+    config = load_config({}, *CHOICES.get(setting, ()), given)
     found = operator.attrgetter(setting)(config)
     wanted = "/p//p_$1"
     assert found == ((wanted,) if setting == "zero.offload.nvme_paths" else wanted)

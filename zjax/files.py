@@ -214,6 +214,7 @@ SETTINGS = (
     "curriculum.metrics.index",
     "rl.prompts",
     "rl.evaluation_prompts",
+    "rl.critic.init_from",
     "rl.rewards.directory",
 )
 """Settings that are paths; each entry of a tuple is named without a number."""
@@ -223,6 +224,7 @@ OPTIONAL = (
     "lora.init_from",
     "rl.prompts",
     "rl.evaluation_prompts",
+    "rl.critic.init_from",
 )
 """Settings of `SETTINGS` that may be empty."""
 CHECKED_LATER = ("curriculum.metrics.index", "rl.rewards.directory")

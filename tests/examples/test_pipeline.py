@@ -1,7 +1,6 @@
 """The example from text to a server: its report, and a tiny run of all stages."""
 
 import contextlib
-import importlib
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 import zjax
 from tests.support.benchmarks import ROOT
+from tests.support.neighbours import importing
 from zjax.config import check_config
 
 FOLDER = ROOT / "examples" / "pipeline"
@@ -31,10 +31,9 @@ TINY = (
 
 
 @pytest.fixture
-def example(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    yield importlib.import_module("run")
-    sys.modules.pop("run")
+def example():
+    with importing(FOLDER, ROOT / "examples" / "rl") as load:
+        yield load("run")
 
 
 def test_the_decoder_is_the_decoder_of_the_next_stages():

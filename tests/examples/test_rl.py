@@ -1,6 +1,5 @@
 """The example of reinforcement learning: its files, its configs, and a tiny run."""
 
-import importlib
 import inspect
 import json
 import os
@@ -12,6 +11,7 @@ import pytest
 
 import zjax
 from tests.support.benchmarks import ROOT
+from tests.support.neighbours import importing
 from zjax.config import check_config
 from zjax.data import store
 from zjax.rl import tasks
@@ -38,12 +38,8 @@ def lines(path):
 
 
 def load_example(name):
-    """Imports a program of the example, which imports its neighbours."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
+    with importing(FOLDER) as load:
+        return load(name)
 
 
 @pytest.mark.parametrize("stage", STAGES)

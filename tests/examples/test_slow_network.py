@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import programs
 from tests.support.benchmarks import ROOT, load
+from tests.support.neighbours import importing
 from zjax.config import check_config, load_config
 from zjax.data.draws import Sampler
 from zjax.data.source import open_rows
@@ -30,14 +31,10 @@ SMALL = (
 
 
 @pytest.fixture
-def modules(monkeypatch):
+def modules():
     """Imports a module of the example by its name."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(FOLDER)
-    yield __import__
-    for name in ("methods", "network", "records", "report", "text", "train"):
-        if name not in before:
-            sys.modules.pop(name, None)
+    with importing(FOLDER) as load:
+        yield load
 
 
 def test_methods_are_settings_that_can_work(modules):

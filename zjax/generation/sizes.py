@@ -39,9 +39,10 @@ _ROW_TOKENS = 4096
 def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
     """Returns the sizes of passes: each is a program, so they are few.
 
-    There are 7 at most: up to 4 of rows, up to 2 of rows that read several tokens, as
+    There are 6 at most: up to 4 of rows, up to 2 of rows that read several tokens, as
     devices may read a token faster than the host plans a pass, and 1 with chunks of
-    prompts. Drafts add a pass of up to 8 rows, and a pass of as many rows as read 256
+    prompts. Where there are 4 of rows, all rows read several tokens, but a row alone
+    does not. Drafts add a pass of up to 8 rows, and a pass of as many rows as read 256
     tokens at once.
 
     Example:
@@ -53,7 +54,8 @@ def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
         [(8, 8), (32, 8)]
     """
     lanes = [number for number in _LANES if number < max_rows] + [max_rows]
-    several = [Size(number, steps=NUM_STEPS) for number in sorted({1, max_rows})]
+    alone = {1} if len(lanes) <= len(_LANES) else set()
+    several = [Size(number, steps=NUM_STEPS) for number in sorted({*alone, max_rows})]
     sizes = [*map(Size, lanes), *several]
     sizes.append(Size(max_rows, NUM_CHUNKS))
     if num_drafts:

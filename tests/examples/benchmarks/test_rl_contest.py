@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 
 import jax
 import pytest
@@ -10,6 +9,7 @@ from contests.contest import load_contest
 
 import zjax
 from tests.support.benchmarks import FOLDER, load
+from tests.support.neighbours import importing
 from zjax.config import check_config
 from zjax.rl import tasks
 
@@ -48,12 +48,8 @@ def measure(program, tmp_path, capsys):
 
 
 def example():
-    sys.path.insert(0, str(FOLDER.parent / "rl"))
-    try:
-        import train
-    finally:
-        sys.path.pop(0)
-    return train
+    with importing(FOLDER.parent / "rl") as load_example:
+        return load_example("train")
 
 
 @pytest.mark.parametrize("stage", ["supervised", "grpo"])
