@@ -18,7 +18,6 @@ from zjax.settings.choices import names
 from zjax.settings.describe import setting_paths
 from zjax.settings.mappings import to_mapping
 
-
 CHOICES = {"rl.critic.init_from": ("rl.critic=own",)}
 """Settings under which a path is read."""
 
