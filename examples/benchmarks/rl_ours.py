@@ -29,6 +29,7 @@ import zjax
 from zjax.rl import Trainer, kl_k3, logprobs_of
 from zjax.run.bench import peak_bytes
 from zjax.settings.mappings import to_mapping
+from zjax.typing import IGNORED
 
 MANY_STEPS = 1_000
 """Steps of the run, of which a few are taken: nothing is written after a step."""
@@ -81,7 +82,8 @@ class Steps:
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self.rollout_seconds, self.update_seconds = [], []
+        self.rollout_seconds: list[float] = []
+        self.update_seconds: list[float] = []
 
     def draw(self):
         """Returns the batch of a step: of texts with rewards."""
@@ -104,7 +106,7 @@ class Steps:
     def describe(self, num_untimed, num_texts):
         """Metrics of all steps but the first, each of a number of texts."""
         halves = self.rollout_seconds[num_untimed:], self.update_seconds[num_untimed:]
-        seconds = [sum(pair) for pair in zip(*halves, strict=True)]
+        seconds = [drawn + learned for drawn, learned in zip(*halves, strict=True)]
         return {
             "step_seconds": timing.spread(seconds),
             "rollout_seconds": timing.spread(halves[0]),
@@ -116,7 +118,7 @@ class Steps:
 def compare(trainer, batch):
     """Metrics of the difference between sampler and trainer, before an update."""
     own = logprobs_of(trainer.run, trainer.state, batch, temperature=cases.TEMPERATURE)
-    mask = batch["targets"] != zjax.typing.IGNORED
+    mask = batch["targets"] != IGNORED
     kl = np.asarray(kl_k3(batch["rl"]["logprobs"], own, mask), np.float64)
     mask = np.asarray(mask)
     own, sampler = (np.asarray(x)[mask] for x in (own, batch["rl"]["logprobs"]))
@@ -141,7 +143,7 @@ def take_steps(trainer, given):
         batch = steps.draw()
         if not left and "rl" in batch:
             metrics = compare(trainer, batch)
-        num_tokens = int((batch["targets"] != zjax.typing.IGNORED).sum())
+        num_tokens = int((batch["targets"] != IGNORED).sum())
         steps.update(batch)
     metrics |= steps.describe(given.num_warm_ups, cases.workload_of(given).num_texts)
     return metrics | {"new_tokens": num_tokens}
