@@ -5,6 +5,7 @@ python examples/benchmarks/contest.py examples/benchmarks/reinforcement.py
 """
 
 import dataclasses
+from typing import Literal
 
 from contestants import on_one_device
 from contests import Case, Contest, Row
@@ -15,7 +16,9 @@ ONE_ROLLOUT = "--num_prompts=32", "--num_warm_ups=0", "--num_steps=1"
 """The most rows at once, and microbatches as of more texts: the same peak."""
 
 
-def ours(name, script, *words, kind="zjax", timeout_seconds=300):
+def ours(
+    name, script, *words, kind: Literal["zjax", "peer"] = "zjax", timeout_seconds=300
+):
     """A program of zjax, with the programs that earlier ones have compiled."""
     made = on_one_device(name, kind, script, *words, timeout_seconds=timeout_seconds)
     return dataclasses.replace(made, environment={**made.environment, **PROGRAMS})
