@@ -1,16 +1,13 @@
 """The example from text to a server: its report, and a tiny run of all stages."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import types
 
 import pytest
 
 import zjax
 from tests.support.benchmarks import ROOT
-from tests.support.neighbours import importing
+from tests.support.neighbours import importing, run
 from zjax.config import check_config
 
 FOLDER = ROOT / "examples" / "pipeline"
@@ -75,20 +72,7 @@ def test_a_server_that_writes_another_text_is_an_error(example, tmp_path, monkey
 
 @pytest.mark.slow
 def test_the_example_runs_from_text_to_a_server(tmp_path):
-    command = [
-        sys.executable,
-        str(FOLDER / "run.py"),
-        f"--directory={tmp_path}",
-        *TINY,
-    ]
-    result = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr
+    run(FOLDER / "run.py", f"--directory={tmp_path}", *TINY, seconds=600)
     report = (tmp_path / "reverse" / "report.md").read_text()
     assert "`zjax serve` was asked `'mrs mdy\\n'`, and wrote `" in report
     for stage in ("pretraining", "supervised", "grpo"):

@@ -2,16 +2,13 @@
 
 import inspect
 import json
-import os
 import runpy
-import subprocess
-import sys
 
 import pytest
 
 import zjax
 from tests.support.benchmarks import ROOT
-from tests.support.neighbours import importing
+from tests.support.neighbours import importing, run
 from zjax.config import check_config
 from zjax.data import store
 from zjax.rl import tasks
@@ -151,21 +148,8 @@ def test_pass_rates_count_texts_and_prompts():
 
 @pytest.mark.slow
 def test_the_example_runs_to_its_report_card(tmp_path):
-    command = [
-        sys.executable,
-        str(FOLDER / "train.py"),
-        f"--directory={tmp_path}",
-        *TINY,
-    ]
-    result = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    card = result.stdout.partition("held-out prompts")[2].splitlines()
+    shown = run(FOLDER / "train.py", f"--directory={tmp_path}", *TINY, seconds=300)
+    card = shown.partition("held-out prompts")[2].splitlines()
     assert card[0].split() == ["pass@1", "pass@8"]
     stages = [line.rsplit(maxsplit=2)[0].strip() for line in card[1:4]]
     assert stages == ["supervised, four fifths", "supervised", "grpo"]

@@ -2,7 +2,11 @@
 
 import contextlib
 import importlib
+import os
+import subprocess
 import sys
+
+from tests.support.benchmarks import ROOT
 
 
 @contextlib.contextmanager
@@ -22,3 +26,16 @@ def importing(*folders):
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(hidden)
+
+
+def run(path, *words, seconds):
+    """Runs a program to a good end; returns what it prints."""
+    result = subprocess.run(
+        [sys.executable, str(path), *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -264,8 +264,7 @@ def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
     moved = []
     # Newest first: an interruption leaves no gap before a later step.
     for later in reversed([n for n in named_steps(directory) if n > step]):
-        names = (f"set-aside-{later}" + f".{n}" * (n > 0) for n in itertools.count())
-        target = next(directory / x for x in names if not (directory / x).exists())
+        target = path_aside(directory, later)
         links = old_links(directory / str(later))
         if links.is_dir():  # `clear` removes links without a step
             os.rename(links, old_links(target))
@@ -273,6 +272,13 @@ def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
         moved.append(target)
     sync_directory(directory)
     return moved[::-1]
+
+
+def path_aside(directory: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
+    """Returns a free path for what a step leaves behind where a run goes on earlier."""
+    names = (f"set-aside-{step}" + f".{n}" * (n > 0) for n in itertools.count())
+    paths = (directory / f"{name}{suffix}" for name in names)
+    return next(path for path in paths if not path.exists())
 
 
 def remove(path: pathlib.Path) -> None:

@@ -41,9 +41,8 @@ def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
 
     There are 6 at most: up to 4 of rows, up to 2 of rows that read several tokens, as
     devices may read a token faster than the host plans a pass, and 1 with chunks of
-    prompts. Where there are 4 of rows, all rows read several tokens, but a row alone
-    does not. Drafts add a pass of up to 8 rows, and a pass of as many rows as read 256
-    tokens at once.
+    prompts. Beside 4 sizes of rows no single row reads several tokens. Drafts add a
+    pass of up to 8 rows, and a pass of as many rows as read 256 tokens at once.
 
     Example:
         >>> [size.lanes for size in sizes_of(64)]
@@ -54,9 +53,8 @@ def sizes_of(max_rows: int, num_drafts: int = 0) -> tuple[Size, ...]:
         [(8, 8), (32, 8)]
     """
     lanes = [number for number in _LANES if number < max_rows] + [max_rows]
-    alone = {1} if len(lanes) <= len(_LANES) else set()
-    several = [Size(number, steps=NUM_STEPS) for number in sorted({*alone, max_rows})]
-    sizes = [*map(Size, lanes), *several]
+    several = {1, max_rows} if len(lanes) <= len(_LANES) else {max_rows}
+    sizes = [*map(Size, lanes), *(Size(x, steps=NUM_STEPS) for x in sorted(several))]
     sizes.append(Size(max_rows, NUM_CHUNKS))
     if num_drafts:
         width = 1 + num_drafts

@@ -80,12 +80,11 @@ class Ticket:
 
     def __iter__(self) -> Iterator[Delta]:
         """Waits for news until all texts have ended."""
-        while self._num_open:
-            # Whoever iterates again must not wait for news that nobody writes.
-            yield self._take(self._failure or self._deltas.get())
+        return self.news(lambda: False)
 
     def news(self, stopped: Callable[[], bool]) -> Iterator[Delta]:
         """Waits for news as `__iter__`; cancels all texts once a function says so."""
+        # Whoever iterates again must not wait for news that nobody writes.
         while self._num_open:
             if stopped():
                 self.cancel()

@@ -7,7 +7,6 @@ the batches of the next steps.
 import dataclasses
 import hashlib
 import io
-import itertools
 import os
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zjax.checkpoint.steps import path_aside
 from zjax.checkpoint.verify import INTACT, Reader, Verdict
 from zjax.errors import DataError, Problem
 from zjax.files import new_file, sync_directory, writing
@@ -51,25 +51,31 @@ def read(directory: pathlib.Path, left: Mapping[str, Any]) -> list[dict[str, Any
     Raises:
         DataError: The file is missing or damaged.
     """
-    path = directory / left["file"]
-    if fault := find_fault(directory, left):
-        raise DataError(Problem("rollout", str(path), fault, _REMEDY))
-    with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+    content, fault = _read_bytes(directory, left)
+    if fault:
+        path = str(directory / left["file"])
+        raise DataError(Problem("rollout", path, fault, _REMEDY))
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
         flat = {name: file[name] for name in file.files}
     return [_nested(flat, f"{number}/") for number in range(len(left["values"]))]
 
 
 def find_fault(directory: pathlib.Path, left: Mapping[str, Any]) -> str:
     """Tells why a file is not the file of a checkpoint; empty if it is."""
+    return _read_bytes(directory, left)[1]
+
+
+def _read_bytes(directory: pathlib.Path, left: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Reads a file in bounded memory; also tells what is wrong with the bytes."""
     try:
         with (directory / left["file"]).open("rb") as file:
-            # One byte more tells a file that has grown, in bounded memory.
+            # One byte more tells a file that has grown.
             content = file.read(left["bytes"] + 1)
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    if hashlib.sha256(content).hexdigest() != left["sha256"]:
-        return "is not the file that the checkpoint was saved with"
-    return ""
+        return b"", f"cannot be read ({error.strerror})"
+    is_same = hashlib.sha256(content).hexdigest() == left["sha256"]
+    fault = "" if is_same else "is not the file that the checkpoint was saved with"
+    return content, fault
 
 
 def inspect(verdict: Verdict) -> Verdict:
@@ -104,9 +110,7 @@ def set_aside(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
     moved, folder = [], directory / FOLDER
     files = {int(x.stem): x for x in folder.glob("*.npz") if x.stem.isdecimal()}
     for later in sorted(number for number in files if number > step):
-        names = (f"set-aside-{later}" + f".{n}" * (n > 0) for n in itertools.count())
-        paths = (folder / f"{name}.npz" for name in names)
-        moved.append(next(path for path in paths if not path.exists()))
+        moved.append(path_aside(folder, later, ".npz"))
         os.rename(files[later], moved[-1])
     if moved:
         sync_directory(folder)

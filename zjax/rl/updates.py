@@ -146,6 +146,6 @@ class Updates:
         self._step, self._next_prompt = state["step"], state["next_prompt"]
 
     def forget(self, steps: Sequence[int]) -> None:
-        """Removes the files of other steps: their checkpoints are gone."""
+        """Removes the files of all steps but `steps`, whose checkpoints remain."""
         if jax.process_index() == 0:
             rollout_files.forget(self._directory, steps)

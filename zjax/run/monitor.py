@@ -45,8 +45,8 @@ class Monitor:
         callbacks: Functions called after the sinks.
         values_at: Function from a step, from 1 on, to values that only the data of the
             step tell.
-        beside: Number of skipped steps of models that learn beside the model, by the
-            prefix of their metrics.
+        beside: Skipped steps of each model that learns beside the model of the run, by
+            the prefix of the metrics of such a model.
     """
 
     def __init__(

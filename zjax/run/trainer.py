@@ -323,7 +323,7 @@ class Trainer:
 
     @property
     def _skipped_beside(self) -> dict[str, int]:
-        """Skipped steps of further models, by the prefix of their metrics."""
+        """Skipped steps of models beside the run's, by the prefix of metric names."""
         return {}
 
     def _print_end(self, monitor: Monitor, reason: str) -> None:

@@ -25,8 +25,9 @@ def draw_operands(
 ) -> Iterator[tuple[list[int], random.Random]]:
     """Draws `level + 1` operands for each row, with the generator of further draws.
 
-    All operands of a held-out row are of the held-out range, and one at most of any
-    other row: a model then knows how each operand is written, and no pair of them.
+    A held-out row has operands of the held-out range alone, and a row to train on has
+    one of this range at most: a model then knows how to write each held-out operand,
+    and has seen no two of them together.
 
     Raises:
         ConfigError: `level` is below 1, or the range has fewer than 20 operands.

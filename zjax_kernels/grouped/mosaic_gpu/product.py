@@ -95,9 +95,11 @@ def multiply_tiles(
     tuning: Tuning,
     interpret: Any,
 ) -> tuple[Array, ...]:
-    """Multiplies tiles of rows: group, first row and rows of each, and their number.
+    """Multiplies tiles of rows by matrices of groups.
 
-    A part has `columns`, which may go beyond a transposed matrix: products are 0 there.
+    `tiles` are group, first row and number of rows of each tile, and the number of
+    tiles. A part has `columns`, which may go beyond a transposed matrix: products are 0
+    there.
     """
     width = tuning.width(columns, epilogue.num_parts)
     shape = _Shape(
