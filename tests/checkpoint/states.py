@@ -70,12 +70,13 @@ def place(values, rows):
     return jax.tree.map(put, values, rows)
 
 
-def save(directory, values, *steps, keep_last=3, **where):
+def save(directory, values, *steps, keep_last=3, extra=None, **where):
     """A store of one state, saved as some steps, on devices of a plan."""
     rows = make_rows(values, **where)
     store = Store(str(directory), keep_last=keep_last)
     for step in steps:
-        store.save(step, place(values, rows), rows, extra={"at": step})
+        told = {"at": step} | (extra or {})
+        store.save(step, place(values, rows), rows, extra=told)
     store.close()
     return store
 

@@ -29,10 +29,14 @@ from zjax.run.bench import state_bytes
 from zjax.storage.array import DiskArray
 from zjax.train.state import TrainState
 
+RL = {"rl": {"objective": "grpo"}}
 
-def test_rewind_names_what_it_sets_aside(tmp_path, capsys):
+
+@pytest.mark.parametrize(("settings", "command"), [({}, "train"), (RL, "rl")])
+def test_rewind_names_what_it_sets_aside(tmp_path, capsys, settings, command):
     """Fails if a run goes on from a later step than the chosen one."""
-    states.save(tmp_path / "checkpoints", {"w": np.ones(3, np.float32)}, 1, 2)
+    values, extra = {"w": np.ones(3, np.float32)}, {"config": settings}
+    states.save(tmp_path / "checkpoints", values, 1, 2, extra=extra)
     run = f"--run={tmp_path}"
     with config_error(
         "--step='latest' is where a run goes on already; use best or a number"
@@ -41,7 +45,7 @@ def test_rewind_names_what_it_sets_aside(tmp_path, capsys):
     rewind(typed("rewind", run, "--step=1"))
     assert capsys.readouterr().out == (
         f"set aside: {tmp_path}/checkpoints/set-aside-2\n"
-        "`zjax train` goes on from step 1; remove what you do not need\n"
+        f"`zjax {command}` goes on from step 1; remove what you do not need\n"
     )
     assert Store(str(tmp_path / "checkpoints")).latest() == 1
 

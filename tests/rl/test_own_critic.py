@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from tests.support import rl_run
+from tests.support.refusals import checkpoint_error
 from tests.support.trees import stacked, unpadded
 from zjax import rl
 from zjax.config import load_config
-from zjax.errors import CheckpointError, ConfigError
+from zjax.errors import ConfigError
 from zjax.rl.critic import critic_model
 from zjax.rl.critic_run import critic_settings
 
@@ -147,7 +148,9 @@ def test_settings_of_a_critic_are_the_policys_but_for_the_start():
 def test_a_critic_needs_its_setting_to_go_on(learned, tmp_path):
     """Fails if a run without the setting drops the critic in silence."""
     shutil.copytree(learned["directory"], tmp_path / "run")
-    with pytest.raises(CheckpointError, match="critic/"):
+    told = "rl.critic='shared' was 'own' in the saved run, whose models are others; "
+    told += "restore it, or start another run with checkpoint.init_from="
+    with checkpoint_error(f"{told}{tmp_path / 'run'}"):
         rl_run.make_trainer(tmp_path / "run", "rl.objective=ppo", num_devices=2)
 
 

@@ -115,8 +115,15 @@ def test_rows_divide_over_shares_and_microbatches():
     text = "rl.pretraining.num_rows=3 does not divide over 2 shares and microbatches; "
     with config_error(text + "use a multiple of 2, or 0"):
         Pretraining(settings_of("rl.pretraining.num_rows=3 num_microbatches=2"))
-    given = "rl.pretraining.num_rows=0 num_microbatches=2 rl.pretraining.weight=1.0"
-    assert Pretraining(settings_of(given)).num_rows == 2
+
+
+@pytest.mark.parametrize(("num_devices", "microbatches"), [(1, 1), (2, 1), (2, 2)])
+def test_rows_are_as_many_as_texts_on_any_devices(num_devices, microbatches):
+    """Fails if a run that goes on elsewhere reads other rows."""
+    given = "rl.pretraining.num_rows=0 rl.pretraining.weight=1.0 mesh.data=-1 "
+    config = make_config(f"{SETTINGS} {given} num_microbatches={microbatches}")
+    found = Pretraining(with_batch_sizes(config, num_devices))
+    assert found.num_rows == found.position["rl.pretraining.num_rows"] == 8
 
 
 def test_a_run_learns_its_data_beside_its_texts(tmp_path):

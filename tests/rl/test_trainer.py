@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support import rl_run
-from tests.support.refusals import config_error, data_error
+from tests.support.refusals import checkpoint_error, config_error, data_error
 from zjax.errors import DataError, Problem
 from zjax.generation.generator import Generator
 from zjax.rl.sampler import Sampler
@@ -245,6 +245,20 @@ def test_a_rollout_in_flight_is_learned_under_the_settings_that_drew_it(
         rl_run.fit(tmp_path / "run", *given, "num_steps=6")
 
 
+def test_a_rollout_in_flight_needs_rows_that_devices_divide(tmp_path):
+    """Fails if the error of such rows names no setting."""
+    given = "rl.num_epochs=2", "num_steps=2"
+    rl_run.fit(tmp_path, *given, after_step=[stop_after(1)], num_devices=1)
+    with np.load(tmp_path / "rollouts" / "1.npz") as file:
+        rows = len(file["0/tokens"])
+    told = f"num_microbatches=1 on 8 batch shards does not divide the {rows} rows of "
+    told += "batches of the rollout that is half learned; use the devices and "
+    told += "the microbatches of the saved run, or continue from a checkpoint between "
+    told += "two rollouts"
+    with data_error(told):
+        rl_run.make_trainer(tmp_path, *given)
+
+
 def test_a_run_is_saved_before_rewards_that_failed_end_it(tmp_path, monkeypatch):
     """Fails if steps are lost where a judge fails for all texts of a rollout."""
     draw, problem = Trainer._draw, Problem("rewards", "judge", "failed", "mend it")
@@ -280,6 +294,15 @@ def test_other_prompts_are_refused_at_resume(whole, tmp_path):
     others = [{"prompt": "ab", "letter": "b"}]
     with pytest.raises(Exception, match=f"was '{digest}' in the saved run"):
         rl_run.make_trainer(tmp_path, prompts=others)
+
+
+def test_an_objective_with_other_models_is_named_at_resume(tmp_path):
+    """Fails if a run lists arrays that a checkpoint lacks, and no setting."""
+    rl_run.fit(tmp_path, "num_steps=1")
+    told = "rl.objective='ppo' was 'grpo' in the saved run, whose models are others; "
+    told += f"restore it, or start another run with checkpoint.init_from={tmp_path}"
+    with checkpoint_error(told):
+        rl_run.make_trainer(tmp_path, "rl.objective=ppo")
 
 
 def test_held_out_prompts_are_evaluated(tmp_path):

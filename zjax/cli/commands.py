@@ -343,13 +343,14 @@ def rewind(given: flags.FlagValues) -> None:
         problem = "is where a run goes on already"
         raise ConfigError(Problem("--step", "latest", problem, "use best or a number"))
     step = chosen_step(store, given.step)
-    store.extra(step)  # raises if there is no such step
+    extra = store.extra(step)  # raises if there is no such step
     with hold(directory):
         moved = steps.set_aside(store.directory, step)
         moved += rollout_files.set_aside(store.directory.parent, step)
     for path in moved:
         print(f"set aside: {path}")
-    print(f"`zjax train` goes on from step {step}; remove what you do not need")
+    command = "rl" if current(extra.get("config", {})).get("rl") else "train"
+    print(f"`zjax {command}` goes on from step {step}; remove what you do not need")
 
 
 REWIND = Command(

@@ -31,7 +31,8 @@ class Pretraining:
     def __init__(self, config: schema.Config):
         assert config.rl is not None and config.rl.pretraining is not None
         multiple = config.global_batch_size // config.microbatch_size
-        self.num_rows = config.rl.pretraining.num_rows or multiple
+        # A number of the devices would tie a run to these when it goes on.
+        self.num_rows = config.rl.pretraining.num_rows or config.global_batch_size
         if self.num_rows % multiple:
             problem = f"does not divide over {multiple} shares and microbatches"
             remedy = f"use a multiple of {multiple}, or 0"

@@ -39,6 +39,8 @@ class Updates:
         position: Settings and data that decide the texts, compared when a run resumes.
         half_learned: Settings that decide what is learned of a text, compared when a
             run resumes within a rollout.
+        num_shares: Devices over which the rows of a batch are split.
+        num_microbatches: Microbatches into which the rows of a device are split.
     """
 
     shape_at: Callable[[int], tuple[int, int]] | None = None
@@ -51,10 +53,14 @@ class Updates:
         position: Mapping[str, Any],
         half_learned: Mapping[str, Any] | None = None,
         description: str = "",
+        *,
+        num_shares: int = 1,
+        num_microbatches: int = 1,
     ):
         self._draw, self._place, self._directory = draw, place, directory
         self._position, self.description = dict(position), description
         self._half_learned = dict(half_learned or {})
+        self._num_shares, self._num_microbatches = num_shares, num_microbatches
         self._step, self._next_prompt = 0, 0
         self._left: collections.deque[Update] = collections.deque()
         self._values: dict[int, Values] = {}
@@ -113,7 +119,9 @@ class Updates:
         """Moves to the position of a checkpoint, with what was left of the rollout.
 
         Raises:
-            DataError: Other prompts or settings, or a file that is missing or damaged.
+            DataError: Other prompts or settings, a file that is missing or damaged, or
+                devices and microbatches that do not divide the rows of a half-learned
+                rollout.
         """
         problems = [
             Problem(
@@ -142,8 +150,21 @@ class Updates:
         self._left = collections.deque[Update]()
         if left:
             batches = rollout_files.read(self._directory, left)
+            self._check_rows({len(batch["tokens"]) for batch in batches})
             self._left.extend(map(Update, batches, left["values"]))
         self._step, self._next_prompt = state["step"], state["next_prompt"]
+
+    def _check_rows(self, sizes: set[int]) -> None:
+        """Refuses batches whose rows do not divide over devices and microbatches."""
+        count, shares = self._num_microbatches, self._num_shares
+        odd = sorted(size for size in sizes if size % (count * shares))
+        if odd:
+            problem = f"on {shares} batch shards does not divide the "
+            problem += f"{' and '.join(map(str, odd))} rows of batches of the rollout "
+            problem += "that is half learned"
+            remedy = "use the devices and the microbatches of the saved run, or "
+            remedy += "continue from a checkpoint between two rollouts"
+            raise DataError(Problem("num_microbatches", count, problem, remedy))
 
     def forget(self, steps: Sequence[int]) -> None:
         """Removes the files of all steps but `steps`, whose checkpoints remain."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,7 +134,7 @@ class Trainer:
         if start:
             saved = self.store.extra(start)
             resumes.report_changes(saved, self.config, start)
-            resumes.check_messages(saved, self.config, start)
+            self._check_saved(saved, start)
         model, batch = self._make_model(model)
         self.run = start_run(
             self.config,
@@ -521,6 +521,10 @@ class Trainer:
         """Applies a pending gradient, if a delayed update left one."""
         if self.state.pending:
             self.state = self.run.step.settle(self.state)
+
+    def _check_saved(self, saved: Mapping[str, Any], step: int) -> None:
+        """Refuses settings with which a run cannot go on from a checkpoint."""
+        resumes.check_messages(saved, self.config, step)
 
     def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
         """Returns a function from plans of arrays to the state of step `step`."""

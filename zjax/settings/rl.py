@@ -320,8 +320,8 @@ class Pretraining:
     weight: ranges.Positive = 1.0
     """Factor of the mean loss of a token of `data`, in nats."""
     num_rows: ranges.Rows = 0
-    """Rows of `data.length` tokens in a step; 0 takes the fewest that devices and
-    microbatches divide."""
+    """Rows of `data.length` tokens in a step; 0 takes `global_batch_size`, a row beside
+    each text."""
 
 
 @section
