@@ -1,13 +1,15 @@
 """A separate critic: a second model that learns values beside the policy."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import check_start
+from zjax.config.load import saved_config
+from zjax.errors import CheckpointError, Problem
 from zjax.replicas.state import saved_rows, saved_state
 from zjax.rl.critic import critic_model
 from zjax.rl.policy import values_of
@@ -144,6 +146,41 @@ class CriticStep(Step):
         placed = self.place_batch(batch)
         state, metrics = super().__call__(state, placed)
         return state, {**metrics, **self.learn(placed)}
+
+
+def check_models(saved: Mapping[str, Any], config: schema.Config) -> None:
+    """Refuses an objective or critic that learns other models than a checkpoint has.
+
+    Args:
+        saved: Metadata of the checkpoint.
+        config: Settings with `rl` of the run that goes on.
+
+    Raises:
+        CheckpointError: The policy or a separate critic has values in one alone.
+    """
+    before, now = saved_config(saved).rl, config.rl
+    assert now is not None
+    if before is None or _value_models(before) == _value_models(now):
+        return
+    problem = "was {!r} in the saved run, whose models are others"
+    remedy = "restore it, or start another run with checkpoint.init_from="
+    remedy += config.directory
+    kinds = {
+        "rl.objective": (before.objective.kind, now.objective.kind),
+        "rl.critic": (before.critic.kind, now.critic.kind),
+    }
+    raise CheckpointError(
+        *(
+            Problem(field, new, problem.format(old), remedy)
+            for field, (old, new) in kinds.items()
+            if old != new
+        )
+    )
+
+
+def _value_models(settings: rl.Rl) -> tuple[bool, bool]:
+    """Whether the policy has values, and whether a separate critic has values."""
+    return settings.has_values, isinstance(settings.critic, rl.Own)
 
 
 def of_policy(saved: SavedArrays) -> SavedArrays:

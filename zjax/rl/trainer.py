@@ -11,13 +11,12 @@ from typing import Any
 import jax
 from absl import logging
 
-from zjax.config.load import saved_config
 from zjax.data.evaluation import EvaluationSet
 from zjax.data.prompts import Prompts, make_prompts
-from zjax.errors import CheckpointError, DataError, Problem
+from zjax.errors import DataError, Problem
 from zjax.generation.sampling import Sampling
 from zjax.processes.agreement import check_same
-from zjax.rl.critic_run import PREFIX, Critic, CriticStep, of_policy
+from zjax.rl.critic_run import PREFIX, Critic, CriticStep, check_models, of_policy
 from zjax.rl.groups import Experience
 from zjax.rl.judges import Judges, check_judges
 from zjax.rl.minibatches import Minibatches
@@ -140,23 +139,7 @@ class Trainer(training.Trainer):
     def _check_saved(self, saved: Mapping[str, Any], step: int) -> None:
         """Refuses another objective or critic if these learn other models."""
         super()._check_saved(saved, step)
-        before, now = saved_config(saved).rl, self._settings
-        if before is None or _value_models(before) == _value_models(now):
-            return
-        problem = "was {!r} in the saved run, whose models are others"
-        remedy = "restore it, or start another run with checkpoint.init_from="
-        remedy += self.config.directory
-        kinds = {
-            "rl.objective": (before.objective.kind, now.objective.kind),
-            "rl.critic": (before.critic.kind, now.critic.kind),
-        }
-        raise CheckpointError(
-            *(
-                Problem(field, new, problem.format(old), remedy)
-                for field, (old, new) in kinds.items()
-                if old != new
-            )
-        )
+        check_models(saved, self.config)
 
     def _make_model(self, model: Model | None) -> tuple[Model, Batch | None]:
         """Makes the policy, and shapes of the largest batch."""
@@ -479,11 +462,6 @@ class Trainer(training.Trainer):
         """
         self._judges.close()
         super().close()
-
-
-def _value_models(settings: rl.Rl) -> tuple[bool, bool]:
-    """Whether the policy has values, and whether a separate critic has them."""
-    return settings.has_values, isinstance(settings.critic, rl.Own)
 
 
 def _half_learned(config: Config) -> dict[str, Any]:
