@@ -9,6 +9,8 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 _INDEX = inspect.signature(plgpu.load).parameters["idx"]
 """`idx` of `plgpu.load`: required before JAX 0.11, absent afterwards."""
@@ -104,6 +106,32 @@ def specialize_warpgroups(
     def _():
         plgpu.set_max_registers(24, action="decrease")
         copy()
+
+
+def meet_cluster(barrier: Any) -> None:
+    """Waits until all programs of a cluster have come here.
+
+    Copies to global memory that a program waited for before, all programs of the
+    cluster may copy from there afterwards.
+    """
+    # Barriers of clusters order shared memory alone. A copy that has ended is visible
+    # to the program that made the copy, and without a fence to no other.
+    _emit("fence.acq_rel.cluster;")
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+    _emit("fence.acq_rel.cluster; fence.proxy.async.global;")
+
+
+def _emit(instructions: str) -> None:
+    """Adds instructions of PTX without operands to a kernel, for all lanes."""
+
+    @plgpu.inline_mgpu()
+    def emit(ctx: Any) -> None:
+        del ctx
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], instructions, "", has_side_effects=True)
+
+    emit()
 
 
 HAS_EARLY_START = hasattr(plgpu, "griddepcontrol_wait")

@@ -102,6 +102,28 @@ def test_kernel_computes_what_the_reference_does(name, dtype, page_dtype):
     np.testing.assert_allclose(found, expected, atol=1e-2 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("chunks", "tokens"), [(8, 64), (8, 1), (1, 1)])
+def test_programs_of_a_row_share_no_older_numbers(chunks, tokens, size):
+    """Fails if a program reads the memory of another before it is written.
+
+    Inputs alternate: numbers of the last call would be right for equal ones.
+    """
+    where = [1300] * chunks, [tokens] * chunks
+    given = dict(tokens=tokens, heads=16, num_heads=2, size=size, page_size=64)
+    cases = [make_case(*where, **given, seed=seed) for seed in range(3)]
+    cases = [[*map(jnp.bfloat16, each[:3]), *each[3:]] for each in cases]
+    runs = [
+        jax.jit(functools.partial(paged_attention, implementation=name))
+        for name in ("reference", "mosaic_gpu")
+    ]
+    expected = [np.float32(runs[0](*each)) for each in cases]
+    for _ in range(20):
+        for each, wanted in zip(cases, expected, strict=True):
+            atol = 2e-2 * np.abs(wanted).max()
+            np.testing.assert_allclose(np.float32(runs[1](*each)), wanted, atol=atol)
+
+
 @pytest.mark.parametrize("chunks", [1, 4, 40])
 def test_early_kernels_compute_the_same(chunks):
     """Fails if a kernel reads queries before the last one has written them."""

@@ -142,6 +142,14 @@ def test_early_kernels_wait_for_the_kernels_before(on_hopper, early):
     assert ("griddepcontrol.wait" in text) == (early and HAS_EARLY_START)
 
 
+def test_programs_of_a_row_fence_what_they_share(on_hopper):
+    """Fails if a program may read what another has not made visible yet."""
+    text = cuda_program(paged_attention, *decoded(chunks=1, heads=8, num_heads=8))
+    words = "fence.acq_rel.cluster", "mbarrier.arrive.shared::cluster"
+    found = re.findall("|".join(map(re.escape, words)), text)
+    assert found == [words[0], words[1], words[0]]
+
+
 def decoded(chunks, heads, num_heads, table_size=64, size=128):
     """Shapes of a call for one token of each row."""
     q = jax.ShapeDtypeStruct((chunks, 1, heads, size), jnp.bfloat16)

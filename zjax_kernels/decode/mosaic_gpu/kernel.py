@@ -265,8 +265,7 @@ class Program(Tile):
         plgpu.wait_smem_to_gmem(0)
         # Behind the copies. Stores to the memory of other programs take longer: each
         # lane that stores also arrives at a barrier there, one after another.
-        plgpu.barrier_arrive(memory.all_shared)
-        plgpu.barrier_wait(memory.all_shared)
+        warpgroups.meet_cluster(memory.all_shared)
         rows = pl.ds(0, splits * self.sizes.shared_rows)
         for columns, target in (own, memory.shared), (numbers, memory.levels):
             source = shared_ref.at[self.rows(splits), columns]
