@@ -11,8 +11,8 @@ from tests.estimate.built_in import RECORDED, RUNS
 from tests.support import pipelines
 from zjax.config import load_config
 from zjax.estimate.activations import activation_bytes
+from zjax.estimate.state import batch_on
 from zjax.estimate.traced import part_bytes
-from zjax.estimate.trial import batch_on
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.build import make_model
 from zjax.settings import schema

@@ -9,7 +9,7 @@ from tests.support.proposals import config_of, machine_of
 from tests.support.refusals import config_error
 from zjax.config import load_config
 from zjax.errors import ConfigError
-from zjax.estimate import trial
+from zjax.estimate import state
 from zjax.estimate.candidates import (
     Candidate,
     Predictor,
@@ -318,7 +318,7 @@ def built(monkeypatch):
     build._build.cache_clear()
     pinned_pool._planned.cache_clear()
     record(build, "decoder_stack", "model")
-    for module in (fit, pinned_pool, trial):
+    for module in (fit, pinned_pool, state):
         record(module, "make_plan", module.__name__.rpartition(".")[2])
     record(plans, "make_plan", "report")
     return found

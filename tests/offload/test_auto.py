@@ -26,11 +26,15 @@ from tests.support.offload import (
 )
 from zjax.errors import ConfigError, PlanError
 from zjax.estimate import tables
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
 from zjax.processes import host
 from zjax.run import fit
 from zjax.run.plan_report import report_plan
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
+from zjax.sharding.memory import MemoryBytes
+from zjax.sharding.mesh import make_mesh
 from zjax.sharding.plan import DEVICE, HOST, NVME
 from zjax.storage import transfers
 
@@ -103,6 +107,16 @@ def test_devices_keep_what_they_have_room_for(machine):
     assert [x.sharding.memory_kind for x in kept] == [row.memory for row in rows]
     first, *_, last = run.plan.master["blocks"]["mlp"]["up"]["kernel"]
     assert (first.memory, last.memory) == (DEVICE, HOST)
+
+
+def test_models_beside_a_policy_keep_their_room(machine):
+    """Fails if state fills the memory that a critic or a reference will take."""
+    whole, config = machine(1.0), make_config("auto", model=DEEP)
+    model, mesh = make_model(config), make_mesh(config.mesh)
+    tx, taken = make_optimizer(config, model), 0.5 * whole / tables.DEVICE_SHARE
+    beside = MemoryBytes(int(taken) + 1, 0, 0)
+    found = state_bytes(fit.fit_plan(config, mesh, model, tx, beside=beside))
+    assert 0.3 * whole < found[DEVICE] <= 0.5 * whole
 
 
 def test_the_rest_goes_to_disks(machine, tmp_path):

@@ -15,7 +15,7 @@ from zjax import rl
 from zjax.config import load_config
 from zjax.errors import ConfigError
 from zjax.rl.critic import critic_model
-from zjax.rl.critic_run import critic_settings
+from zjax.settings.critic import critic_settings
 
 SETTINGS = (
     "rl.objective=ppo",

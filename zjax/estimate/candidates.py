@@ -16,8 +16,9 @@ from zjax.estimate.mesh import (
     possible_meshes,
     row_bytes,
 )
+from zjax.estimate.state import batch_on, state_bytes
 from zjax.estimate.traced import run_flops
-from zjax.estimate.trial import Machine, batch_on, state_bytes
+from zjax.estimate.trial import Machine
 from zjax.models import flops
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer

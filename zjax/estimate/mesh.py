@@ -16,8 +16,9 @@ from jax.experimental import multihost_utils
 from zjax.config.check import check_config
 from zjax.config.model_rules import uneven_heads
 from zjax.errors import ConfigError, PlanError, Problem
+from zjax.estimate.state import batch_on
 from zjax.estimate.traced import count
-from zjax.estimate.trial import Machine, Trial, batch_on, weigh
+from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.models.build import make_model
 from zjax.optim import groups
 from zjax.optim.build import make_optimizer

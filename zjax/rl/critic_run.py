@@ -17,6 +17,7 @@ from zjax.rl.recipes import value_of
 from zjax.run.build import start_run
 from zjax.run.step import Step
 from zjax.settings import rl, schema
+from zjax.settings.critic import critic_settings
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Device, Metrics
 from zjax.weights.saved import CRITIC, SavedArrays
@@ -95,37 +96,6 @@ class Critic:
         mine = saved_state(self.state, self.run.plan)
         plans = saved_rows(self.run.plan, self.run.config)
         return vars(state) | {CRITIC: mine}, vars(rows) | {CRITIC: plans}
-
-
-def critic_settings(config: schema.Config) -> schema.Config:
-    """Returns the settings of the critic's run: the policy's, but for its start.
-
-    Example:
-        >>> given = {"rl": {"objective": "ppo", "critic": "own"}}
-        >>> import zjax
-        >>> critic_settings(zjax.load_config(given)).model.value_head
-        True
-    """
-    assert config.rl is not None and isinstance(config.rl.critic, rl.Own)
-    given, start, optimizer = config.rl.critic, config.checkpoint, config.optimizer
-    if given.init_from:
-        start = dataclasses.replace(
-            start,
-            init_from=given.init_from,
-            resize_vocabulary=False,
-            expert_noise=0.0,
-        )
-    rate = given.peak_learning_rate or optimizer.peak_learning_rate
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, value_head=True),
-        # No evaluation reads values: an average would take memory for nothing.
-        optimizer=dataclasses.replace(
-            optimizer, peak_learning_rate=rate, ema_decay=0.0
-        ),
-        checkpoint=start,
-        lora=None,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from zjax.processes.host import warn_of_small_pages
 from zjax.replicas.state import saved_rows
 from zjax.run.batch import abstract_batch
 from zjax.run.first_state import first_state
-from zjax.run.fit import check_fits, fit_plan, offloaded_inputs
+from zjax.run.fit import bytes_beside, check_fits, fit_plan, offloaded_inputs
 from zjax.run.resume import fingerprint_functions
 from zjax.run.step import Step, make_step
 from zjax.run.token_scores import TokenScores
@@ -176,6 +176,8 @@ def start_run(
     """
     if tx is None:
         made = make_optimizer(config, model)
+        # The bytes that the optimizer of a user would take for a critic are not known.
+        options |= {"beside": bytes_beside(config, options.get("devices"))}
         return make_run(config, model, made, schedule=make_schedule(config), **options)
     adopted = adopt_optimizer(tx, model, config)
     run = make_run(config, model, adopted, schedule=schedule, **options)
@@ -221,6 +223,7 @@ def make_run(
     devices: Sequence[Device] | None = None,
     restore: Callable[[TrainState], TrainState] | None = None,
     batch: Batch | None = None,
+    beside: memory.MemoryBytes = memory.NOTHING,
 ) -> Run:
     """Plans a run, creates the first state and builds the step.
 
@@ -234,6 +237,7 @@ def make_run(
             example read from a checkpoint; by default the state is initialised.
         batch: Arrays or ShapeDtypeStructs of the global batch, to predict the memory of
             a step; None for the batch of the built-in models.
+        beside: Bytes per device that models beside a policy hold.
 
     Returns:
         The run.
@@ -256,10 +260,11 @@ def make_run(
     if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):
         check_agreement(config)
         connect(mesh)
-    plan = fit_plan(config, mesh, model, tx, batch)
+    plan = fit_plan(config, mesh, model, tx, batch, beside)
     name_leaves(saved_rows(plan, config))  # before training, not at a save
     shapes = abstract_batch(config, plan) if batch is None else batch
-    check_fits(plan, config, mesh, offloaded_inputs(model, plan, config, shapes))
+    inputs = offloaded_inputs(model, plan, config, shapes)
+    check_fits(plan, config, mesh, inputs, beside)
     step = make_step(model, tx, plan, config, schedule=schedule)
     num_local, platform = len(mesh.local_devices), meshes.platform_of(mesh)
     warn_of_small_pages(num_local * memory.stored_bytes(plan).host, platform)

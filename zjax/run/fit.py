@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from zjax.errors import PlanError, Problem
 from zjax.estimate import tables
+from zjax.estimate.models import held_beside
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
 from zjax.offload.gradients import input_plan, saving_policy
@@ -38,7 +39,7 @@ from zjax.storage.scratch import check_disks
 from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes
 from zjax.train import microbatches
 from zjax.train.compute_params import compute_dtype
-from zjax.typing import Batch, Model
+from zjax.typing import Batch, Device, Model
 
 
 def check_host_memory(
@@ -79,25 +80,28 @@ def check_host_memory(
 
 
 def check_device_memory(
-    plan: Plan, capacity_bytes: int | float, kept: Any = ()
+    plan: Plan, capacity_bytes: int | float, kept: Any = (), beside: int = 0
 ) -> None:
     """Refuses a plan whose model state alone does not fit on a device.
 
-    `kept` are plans of the arrays that replicas keep for compressed communication.
+    `kept` are plans of the arrays that replicas keep for compressed communication, and
+    `beside` are bytes that models beside a policy hold.
     """
     needed = memory.plan_bytes(plan, kept).total
     if plan.is_offloaded:
         needed = memory.stored_bytes(plan).device
+    needed += beside
     if needed <= capacity_bytes:
         return
     better = "" if plan.splits.compute else "raise zero.stage, "
     if not plan.is_offloaded and not memory.tree_bytes(kept):
         better += "set zero.offload=pinned_host, "
+    others = f" ({beside / 1e9:.1f} GB of critic and reference)" if beside else ""
     raise PlanError(
         Problem(
             "zero.stage",
             plan.stage,
-            f"needs {needed / 1e9:.1f} GB of model state on devices of "
+            f"needs {needed / 1e9:.1f} GB of model state{others} on devices of "
             f"{capacity_bytes / 1e9:.1f} GB",
             f"{better}use more devices, or a smaller model",
         )
@@ -106,7 +110,12 @@ def check_device_memory(
 
 @dtype_promotion()
 def fit_plan(
-    config: Config, mesh: Mesh, model: Model, tx: Any, batch: Batch | None = None
+    config: Config,
+    mesh: Mesh,
+    model: Model,
+    tx: Any,
+    batch: Batch | None = None,
+    beside: memory.MemoryBytes = memory.NOTHING,
 ) -> Plan:
     """Plans a run; `zero.offload="auto"` fills the memories of this machine.
 
@@ -117,6 +126,8 @@ def fit_plan(
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
         batch: Arrays or ShapeDtypeStructs of the global batch; None for the batch of
             the built-in models.
+        beside: Bytes per device that models beside a policy hold, which
+            `zero.offload="auto"` leaves free.
 
     Returns:
         The plan.
@@ -126,17 +137,22 @@ def fit_plan(
             fit these devices or whose memory cannot be predicted.
     """
     plan = make_plan(config, mesh, model, tx)
-    return fit_memories(plan, config, model, tx, batch)
+    return fit_memories(plan, config, model, tx, batch, beside)
 
 
 def fit_memories(
-    plan: Plan, config: Config, model: Model, tx: Any, batch: Batch | None = None
+    plan: Plan,
+    config: Config,
+    model: Model,
+    tx: Any,
+    batch: Batch | None = None,
+    beside: memory.MemoryBytes = memory.NOTHING,
 ) -> Plan:
     """Chooses the memories of the state where `zero.offload` is "auto".
 
     A step with all state offloaded is compiled to predict peak memory. State then fills
     the free memory of the devices, then of the host, then disks, in the order in which
-    the forward pass reads parameters.
+    the forward pass reads parameters. Models beside a policy keep the bytes `beside`.
     """
     if config.zero.optimizer_memory != AUTO:
         return plan
@@ -148,7 +164,7 @@ def fit_memories(
         problem = "does not know what a step takes of these devices"
         remedy = "use 'pinned_host' or 'nvme'"
         raise PlanError(Problem("zero.offload", AUTO, problem, remedy))
-    capacity = _free_bytes(plan.mesh)
+    capacity = _free_bytes(plan.mesh) - beside.device
     if peak.total > capacity:
         recomputes = saving_policy(model, config.model) is None
         raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
@@ -156,7 +172,7 @@ def fit_memories(
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
     inputs = offloaded_inputs(model, plan, config, batch)
     free = _free_for_state(
-        plan, config, tables.DEVICE_SHARE * capacity - needed, inputs
+        plan, config, tables.DEVICE_SHARE * capacity - needed, inputs, beside.host
     )
     order = forward_order(model, plan.master)
     found = tables.spill_state(plan, order, free, config.zero.placement.nvme_paths)
@@ -189,14 +205,19 @@ def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
 
 
 def check_fits(
-    plan: Plan, config: Config, mesh: Mesh, inputs: Sequence[ArrayPlan]
+    plan: Plan,
+    config: Config,
+    mesh: Mesh,
+    inputs: Sequence[ArrayPlan],
+    beside: memory.MemoryBytes = memory.NOTHING,
 ) -> None:
     """Refuses a plan that does not fit devices, hosts or disks; all processes call it.
 
-    `inputs` are plans of offloaded block inputs, from `offloaded_inputs`.
+    `inputs` are plans of offloaded block inputs, from `offloaded_inputs`; models beside
+    a policy keep the bytes `beside`.
     """
     kept = tables.kept_rows(plan, config)
-    check_device_memory(plan, device_capacity_bytes(mesh), kept)
+    check_device_memory(plan, device_capacity_bytes(mesh), kept, beside.device)
     number = tables.num_microbatches(plan, config)
     on_disk = memory.rows_on_disk(plan, config.zero, number)
     on_disk += [row for row in inputs if row.is_on_disk]
@@ -207,12 +228,23 @@ def check_fits(
         processes.num_devices,
         host_memory_bytes(),
         host_budget(plan, memory.tree_bytes(on_disk), processes),
-        memory.bytes_by_memory((gradients, inputs)).host,
+        memory.bytes_by_memory((gradients, inputs)).host + beside.host,
         asked=config.zero.optimizer_memory,
     )
     if on_disk:
         sizes = [*map(disk_bytes, on_disk)]
         check_disks(config.zero.placement.nvme_paths, sizes, processes.num_processes)
+
+
+def bytes_beside(
+    config: Config, devices: Sequence[Device] | None
+) -> memory.MemoryBytes:
+    """Counts the bytes per device that models beside a policy will hold.
+
+    `devices` are the devices of the run; all if None.
+    """
+    number = jax.device_count() if devices is None else len(devices)
+    return held_beside(config, number)
 
 
 def _free_bytes(mesh: Mesh) -> float:
@@ -248,9 +280,16 @@ def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
 
 
 def _free_for_state(
-    plan: Plan, config: Config, on_device: float, inputs: Sequence[ArrayPlan]
+    plan: Plan,
+    config: Config,
+    on_device: float,
+    inputs: Sequence[ArrayPlan],
+    beside: int,
 ) -> tables.FreeBytes:
-    """Free bytes per device for state, agreed on by all processes."""
+    """Free bytes per device for state, agreed on by all processes.
+
+    `beside` are bytes per device of other models on the host.
+    """
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
     processes = local_processes(len(mesh.local_devices))
@@ -263,7 +302,7 @@ def _free_for_state(
     number = tables.num_microbatches(plan, config)
     gradients = memory.stored_gradients(plan, config.zero, number)
     taken = memory.bytes_by_memory((plan.compute, inputs, gradients)).host
-    free = np.array([on_device, host - taken])
+    free = np.array([on_device, host - taken - beside])
     if jax.process_count() > 1:
         # Every process must plan alike: the smallest number of all hosts decides.
         free = multihost_utils.process_allgather(free).min(0)

@@ -4,12 +4,14 @@ The pool grows by doubling: without a limit it takes up to twice the bytes of th
 arrays, and a process that pins more than the host has is killed.
 """
 
+import dataclasses
 import functools
 import math
 import os
 from collections.abc import Sequence
 
 from zjax.errors import ZjaxError
+from zjax.estimate.models import held_beside
 from zjax.estimate.tables import num_microbatches
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -74,7 +76,9 @@ def _most_on_disks(config: Config, num_devices: int) -> int:
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:
-    """Pinned bytes per device of state, pending gradients and block inputs.
+    """Pinned bytes per device of all that a run stores on the host.
+
+    These are state, pending gradients, block inputs, and models beside a policy.
 
     If no state is offloaded, bytes of the host copies that saving a checkpoint makes.
     Mesh axes left open count as 1.
@@ -85,6 +89,8 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
     )
     stored = memory.stored_bytes(plan)
     pending = memory.bytes_by_memory((gradients, inputs)).host
+    closed = dataclasses.replace(config, mesh=close_axes(config.mesh))
+    pending += held_beside(closed, num_devices).host
     return (stored.host or stored.device) + pending
 
 

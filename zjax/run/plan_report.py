@@ -16,6 +16,12 @@ from zjax.estimate import mesh as mesh_choice
 from zjax.estimate import tables
 from zjax.estimate.exchanges import describe_active, describe_exchanges
 from zjax.estimate.link_speed import check_link, report_link
+from zjax.estimate.models import (
+    add_held,
+    describe_models,
+    weigh_models,
+    with_closed_mesh,
+)
 from zjax.estimate.tables import kept_rows
 from zjax.estimate.trial import Machine, Trial, weigh
 from zjax.files import local_path
@@ -29,7 +35,6 @@ from zjax.run.fit import check_fits, fit_memories, offloaded_inputs
 from zjax.run.step import Step, make_step
 from zjax.schedule.lengths import end_by_tokens
 from zjax.schedule.training import TrainingSchedule
-from zjax.settings.axes import axis_sizes
 from zjax.settings.batch import resolve_batch
 from zjax.settings.mixture import describe_future
 from zjax.settings.schema import Config
@@ -91,8 +96,11 @@ def report_plan(
     tx = make_optimizer(config, model)
     stages = _plan_each_zero_stage(config, model, tx, 0 if is_here else num_devices)
     plan = stages[config.zero.stage]
+    closed = with_closed_mesh(config, num_devices)
+    models = weigh_models(closed, model, tx) if config.rl else []
+    beside = add_held(models[1:])
     if is_here:
-        plan = fit_memories(plan, config, model, tx)
+        plan = fit_memories(plan, config, model, tx, beside=beside)
     path = local_path("output", picture or os.path.join(config.directory, "plan.png"))
     pictures = [pathlib.Path(path)]
     title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
@@ -103,19 +111,18 @@ def report_plan(
     inputs = offloaded_inputs(model, plan, config, abstract_batch(config, plan))
     parts = _describe_placement(plan, config, inputs, model)
     parts += _describe_each_zero_stage(stages, kept, num_devices, is_here=is_here)
+    parts += [describe_models(models)] if models[1:] else []
     if is_here:
         step = make_step(model, tx, plan, config)
         parts += _describe_step(step, config, collectives=collectives)
-        parts += _describe_refusal(plan, config, inputs)
+        parts += _describe_refusal(plan, config, inputs, beside)
     # The formula knows no offload, and GPUs have the analysis of the compiled step.
     if meshes.platform_of(plan.mesh) != "gpu" and not plan.is_offloaded:
-        sizes = axis_sizes(config, num_devices)
-        mesh = dataclasses.replace(config.mesh, **sizes)
-        parts.append(describe_on_gpus(weigh(config, mesh, model, tx)))
+        parts.append(describe_on_gpus(weigh(config, closed.mesh, model, tx)))
     if schedule:
         pictures.append(pictures[0].with_name("steps.png"))
         parts.append(_report_steps(config, num_devices, pictures[-1]))
-    if schedule and axis_sizes(config, num_devices)[meshes.PIPELINE] > 1:
+    if schedule and closed.mesh.pipeline > 1:
         pictures.append(pictures[0].with_name("schedule.png"))
         parts.append(report_pipeline(config, plan, pictures[-1]))
     if link:
@@ -211,12 +218,15 @@ def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str
 
 
 def _describe_refusal(
-    plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
+    plan: plans.Plan,
+    config: Config,
+    inputs: Sequence[ArrayPlan],
+    beside: memory.MemoryBytes,
 ) -> list[str]:
     """Reason why the plan does not fit this machine, if there is one."""
     assert isinstance(plan.mesh, Mesh)
     try:
-        check_fits(plan, config, plan.mesh, inputs)
+        check_fits(plan, config, plan.mesh, inputs, beside)
     except ZjaxError as error:
         return [f"this machine has no room for it: {error}"]
     return []

@@ -85,6 +85,9 @@ class MemoryBytes(NamedTuple):
         return {HOST: self.host, NVME: self.disks}
 
 
+NOTHING = MemoryBytes(0, 0, 0)
+
+
 def tree_bytes(rows: Any) -> int:
     """Adds up bytes per device of a tree of `ArrayPlan`, padding included."""
     return sum(row.device_bytes for row in jax.tree.leaves(rows))
