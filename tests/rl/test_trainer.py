@@ -189,6 +189,25 @@ def test_a_signal_drops_the_rollout_in_flight(whole, tmp_path, monkeypatch):
     assert told(tmp_path) == told(whole["directory"])
 
 
+def test_a_signal_drops_the_evaluation_in_flight(tmp_path, monkeypatch, caplog):
+    """Fails if a signal waits for all held-out texts, or if a part of them counts."""
+    evaluate = Trainer.evaluate
+
+    def stopped(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self)
+
+    monkeypatch.setattr(Trainer, "evaluate", stopped)
+    given = "evaluation.num_batches=-1", "evaluation.every_steps=1", "num_steps=2"
+    trainer = rl_run.fit(
+        tmp_path, *given, evaluation_prompts=rl_run.PROMPTS[:2], num_devices=1
+    )
+    assert trainer.exit_status == 143
+    assert trainer.store.steps() == (1,)
+    assert "step 1: a signal ended the evaluation" in caplog.text
+    assert not any("eval_reward" in row for row in rl_run.records(tmp_path))
+
+
 def test_a_signal_before_the_first_step_names_no_checkpoint(
     tmp_path, monkeypatch, capsys
 ):
@@ -312,9 +331,10 @@ def test_held_out_prompts_are_evaluated(tmp_path):
         tmp_path, *given, evaluation_prompts=rl_run.PROMPTS[:2]
     )
     first = trainer.evaluate()
-    trainer._began = began = time.perf_counter()
+    trainer._speed._update_began = began = time.perf_counter()
     assert first == trainer.evaluate()
-    assert trainer._began - began > 0.9 * (time.perf_counter() - began)
+    moved = trainer._speed._update_began - began
+    assert moved > 0.9 * (time.perf_counter() - began)
     assert 0 <= first["eval_pass_at_1"] <= first["eval_pass_at_k"] <= 1
     assert first["eval_num_drawn_groups"] == 2
     assert math.isfinite(first["eval_reward"])

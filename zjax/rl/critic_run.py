@@ -40,6 +40,7 @@ class Critic:
     Attributes:
         run: `zjax.Run` of the critic.
         state: State of the critic.
+        learner: Model with `inputs`, and settings of the critic.
 
     Raises:
         CheckpointError: Weights that cannot be read, do not fit the policy's shape, or
@@ -63,7 +64,8 @@ class Critic:
             check_start(given, config.data, config.model.vocab_size)
         settings = critic_settings(config)
         model = critic_model(settings, value_of(config.rl))
-        # MFU would count a row for each text, and texts share rows.
+        self.learner = model, settings
+        # MFU would count a row for each text, and texts share rows: see `Speed`.
         model = dataclasses.replace(model, inputs=None)
 
         def restore(rows: TrainState) -> TrainState:

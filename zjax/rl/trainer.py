@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +30,10 @@ from zjax.rl.recipes import (
     make_objective,
 )
 from zjax.rl.report import pass_rates, write_samples
-from zjax.rl.rollout_files import FOLDER
 from zjax.rl.rollouts import Rollout
 from zjax.rl.sampler import Sampler
-from zjax.rl.stopping import Stopped, never
+from zjax.rl.speed import Speed
+from zjax.rl.stopping import RolloutStopped, Stopped, never
 from zjax.rl.targets import TokenTargets
 from zjax.rl.updates import Update, Updates
 from zjax.run import trainer as training
@@ -99,8 +98,6 @@ class Trainer(training.Trainer):
         self._options = {"tx": tx, "devices": devices}
         self._critic: Critic | None = None
         self._pretraining: Pretraining | None = None
-        self._began: float | None = None
-        self._num_tokens = 0
         super().__init__(
             config,
             tx=tx,
@@ -147,9 +144,9 @@ class Trainer(training.Trainer):
         if self._settings.pretraining:
             self._pretraining = Pretraining(self.config)
         policy = policy_model(self.config, make_objective(self._settings))
-        # MFU would count a row for each text, and texts share rows.
-        policy = dataclasses.replace(policy, inputs=None)
-        return policy, self._example
+        self._learners = [(policy, self.config)]
+        # MFU would count a row for each text, and texts share rows: see `Speed`.
+        return dataclasses.replace(policy, inputs=None), self._example
 
     @functools.cached_property
     def _names(self) -> list[str]:
@@ -204,6 +201,7 @@ class Trainer(training.Trainer):
         )
         if isinstance(settings.critic, rl.Own):
             self._add_critic()
+        self._speed = Speed(self._learners, self.run.mesh.size)
         self._tokens = TokenTargets(
             self.run,
             self.state,
@@ -226,11 +224,10 @@ class Trainer(training.Trainer):
         text = f"rollouts: {rollout.num_prompts} of {len(self._prompts):,} prompts x "
         text += f"{rollout.num_samples} texts of up to {rollout.max_new_tokens} "
         text += f"tokens, {number} {'steps' if number > 1 else 'step'} on each"
-        files = self._directory / FOLDER
         updates = Updates(
             self._draw,
             functools.partial(place_whole, self.run.step),
-            files,
+            self._directory,
             position | self._tokens.position,
             _half_learned(config),
             text,
@@ -258,6 +255,7 @@ class Trainer(training.Trainer):
         """Makes the separate critic, which learns in each step."""
         start = {"store": self.store, "step": self.step}
         self._critic = Critic(self.config, self._example, **self._options, **start)
+        self._learners.append(self._critic.learner)
         step = CriticStep.of(self.run.step, self._critic)
         self.run = dataclasses.replace(self.run, step=step)
 
@@ -285,14 +283,13 @@ class Trainer(training.Trainer):
     def _draw(self, first: int) -> tuple[list[Update], int]:
         """Draws and scores a rollout; returns updates and the next prompt's number."""
         self._judges.start()  # what cannot be imported is told before texts are drawn
-        jax.block_until_ready(self.state)  # the time before belongs to the update
-        began, step = time.perf_counter(), self.step
+        self._wait()
+        self._speed.begin_rollout()
+        step = self.step
         experience, next_prompt = self._collect(first, step)
-        drawn = time.perf_counter()
-        rollouts = experience.rollouts
+        speed, rollouts = self._speed.end_rollout(), experience.rollouts
         learned = self._tokens(self.state, experience, stopped=self._stopped)
-        values = {**learned.values, **experience.metrics}
-        values |= self._speed(began, drawn, rollouts)
+        values = {**learned.values, **experience.metrics, **speed}
         given = rollouts, learned.advantages, learned.arrays
         updates = [
             Update(
@@ -307,7 +304,7 @@ class Trainer(training.Trainer):
         if logged > step and jax.process_index() == 0:
             path = self._directory / "samples" / f"{logged}.txt"
             write_samples(path, rollouts, experience.rewards)
-        self._began, self._num_tokens = time.perf_counter(), _count(rollouts)
+        self._speed.begin_update([update.batch for update in updates])
         return updates, next_prompt
 
     def _extended(self, packed: Packed, step: int) -> Mapping[str, Any]:
@@ -343,7 +340,9 @@ class Trainer(training.Trainer):
                 stopped=self._stopped,
             )
             groups.add(self._judges.score(drawn, stopped=self._stopped))
-        passed = self._passed(groups.rollouts)  # of all that were drawn
+        # Of all that were drawn, groups that others replace included.
+        self._speed.add_texts(groups.rollouts)
+        passed = self._passed(groups.rollouts)
         experience = groups.take()
         metrics = {**experience.metrics, **passed}
         return dataclasses.replace(experience, metrics=metrics), first
@@ -352,43 +351,24 @@ class Trainer(training.Trainer):
         """Returns why no rollout could be drawn."""
         return self.loader.failure or super()._end_of_batches()
 
-    def _speed(
-        self, began: float, drawn: float, rollouts: Sequence[Rollout]
-    ) -> dict[str, float]:
-        """Computes the speed of a rollout, and of the updates on the one before."""
-        rollout_seconds = drawn - began
-        num_new = sum(len(x.ids) for x in rollouts)
-        values = {
-            "rollout_seconds": rollout_seconds,
-            "rollout_tokens_per_second": num_new / rollout_seconds,
-        }
-        if self._began is None:
-            return values
-        update_seconds = began - self._began
-        trained = self._num_tokens * self._settings.num_epochs
-        share = rollout_seconds / (rollout_seconds + update_seconds)
-        return values | {
-            "update_tokens_per_second": trained / update_seconds,
-            "rollout_share": share,
-        }
-
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
         """Excludes enclosed work from the time of the update."""
-        jax.block_until_ready(self.state)  # the time before belongs to the update
-        start = time.perf_counter()
-        try:
+        self._wait()
+        with self._speed.excluded():
             yield
-        finally:
-            if self._began is not None:
-                # As if the update had begun later.
-                self._began += time.perf_counter() - start
+
+    def _wait(self) -> None:
+        """Waits for the devices: the time before belongs to the update."""
+        beside = self._critic.state if self._critic else ()
+        jax.block_until_ready((self.state, beside))
 
     def evaluate(self, part: str = "auto") -> dict[str, float]:
         """Draws texts of the held-out prompts, and scores them.
 
         The first `evaluation.num_batches` times `global_batch_size` texts are drawn, by
-        draws that are the same in each evaluation.
+        draws that are the same in each evaluation. A signal to a run in one process
+        drops the texts in flight: the evaluation then gives nothing.
 
         Args:
             part: Weights to evaluate, as for `zjax.Trainer.evaluate`.
@@ -411,16 +391,16 @@ class Trainer(training.Trainer):
         if batches > 0:
             most = batches * self.config.global_batch_size // samples
             number = max(1, min(number, most))
-        with self._untimed():
-            drawn = self._sampler.draw(
-                self.state,
-                self._held_out,
-                range(number),
-                samples,
-                step=self.step,
-                part=part,
-            )
-            scored = self._judges.score(drawn)
+        given = self.state, self._held_out, range(number), samples
+        stopped = self._stopped
+        try:
+            with self._untimed():
+                options = {"step": self.step, "part": part, "stopped": stopped}
+                drawn = self._sampler.draw(*given, **options)
+                scored = self._judges.score(drawn, stopped=stopped)
+        except RolloutStopped:
+            logging.warning("step %s: a signal ended the evaluation", self.step)
+            return {}
         groups = make_groups(self._settings, number, samples)
         groups.add(scored)
         values = {**groups.take().metrics, **self._passed(scored)}
@@ -474,8 +454,3 @@ def _half_learned(config: Config) -> dict[str, Any]:
     found = {"data.length": config.data.length, **dict(leaves(chosen, "rl."))}
     # As a checkpoint gives them back: lists in place of tuples.
     return json.loads(json.dumps(found))
-
-
-def _count(rollouts: Sequence[Rollout]) -> int:
-    """Counts the tokens of prompts and texts."""
-    return sum(len(x.prompt_ids) + len(x.ids) for x in rollouts)

@@ -34,7 +34,7 @@ class Updates:
         draw: Function from the number of the next prompt to the updates of a rollout,
             and the number of the next prompt after it.
         place: Function that places a batch on the devices.
-        directory: Directory of the files.
+        directory: Directory of the run, which has a folder of the files.
         description: Text for the log that describes the rollouts.
         position: Settings and data that decide the texts, compared when a run resumes.
         half_learned: Settings that decide what is learned of a text, compared when a
@@ -57,7 +57,8 @@ class Updates:
         num_shares: int = 1,
         num_microbatches: int = 1,
     ):
-        self._draw, self._place, self._directory = draw, place, directory
+        self._draw, self._place = draw, place
+        self._directory = directory / rollout_files.FOLDER
         self._position, self.description = dict(position), description
         self._half_learned = dict(half_learned or {})
         self._num_shares, self._num_microbatches = num_shares, num_microbatches

@@ -246,6 +246,12 @@ class Monitor:
         return scheduled(step) | self._values_at(step)
 
 
+def find_peak(config: Config, device_kind: str) -> float:
+    """Finds the peak FLOP/s of a device, as set or by the table; 0 if unknown."""
+    table = flops.peak_flops(device_kind, config.precision.compute_dtype)
+    return config.observe.peak_tflops * 1e12 or table or 0.0
+
+
 def make_throughput(
     config: Config,
     model: Model,
@@ -258,8 +264,7 @@ def make_throughput(
 
     Laps count tokens or, without tokens, rows.
     """
-    table = flops.peak_flops(device_kind, config.precision.compute_dtype)
-    peak = config.observe.peak_tflops * 1e12 or table
+    peak = find_peak(config, device_kind)
     # Traced only where MFU follows; a model may not say what batches look like.
     if not peak or model.inputs is None:
         return Throughput(num_devices, None, (0.0, 0.0))
