@@ -29,7 +29,7 @@ from zjax.generation.generator import Generator
 from zjax.observe import check_sinks, plot
 from zjax.observe.sinks import TensorBoard
 from zjax.ops.rotary import rotate
-from zjax.ops.weights import dequantize
+from zjax.ops.rounding import dequantize_blocks
 from zjax.processes.host import pinnable_bytes
 from zjax.run.harness import evaluate_with_harness
 from zjax.run.trainer import Trainer
@@ -125,7 +125,7 @@ USES = {
     "orbax": lambda path: Store(str(path)),
     "prometheus_client": lambda path: ServerMetrics(dict),
     "pyarrow": lambda path: [*documents.read_documents(path / "a.parquet", "text")],
-    "qwix": lambda path: dequantize(jnp.int8([[1]]), jnp.ones((1, 1))),
+    "qwix": lambda path: dequantize_blocks(jnp.int8([[1]]), jnp.ones((1, 1))),
     "safetensors": lambda path: load_weights(str(path), {}),
     "starlette": lambda path: make_app(object.__new__(Service)),
     "tensorboardX": TensorBoard,

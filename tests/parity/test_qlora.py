@@ -105,10 +105,10 @@ def test_bytes_per_weight(dtype):
 
 def test_backward_pass_saves_no_matrix():
     """Fails if a product saves its dequantised matrix for the gradient."""
-    from zjax.ops.weights import multiply, quantize
+    from zjax.ops.rounding import multiply_blocks, quantize_blocks
 
-    codes, scales = quantize(jnp.ones((64, 32)), 0, 64, "int4")
-    _, pull = jax.vjp(lambda x: multiply(x, codes, scales, 1), jnp.ones((4, 64)))
+    codes, scales = quantize_blocks(jnp.ones((64, 32)), 0, 64, "int4")
+    _, pull = jax.vjp(lambda x: multiply_blocks(x, codes, scales, 1), jnp.ones((4, 64)))
     saved = {str(x.dtype) for x in jax.tree.leaves(pull) if x.size == codes.size}
     assert saved == {"int4"}
 
@@ -116,12 +116,12 @@ def test_backward_pass_saves_no_matrix():
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_error_is_half_a_scale(dtype):
     """Fails if codes are cut off, or scales are larger than they must be."""
-    from zjax.ops.weights import dequantize, quantize
+    from zjax.ops.rounding import dequantize_blocks, quantize_blocks
 
     kernel = np.random.default_rng(0).normal(size=(3, 16, 5)).astype(np.float32)
-    codes, scales = quantize(jnp.asarray(kernel), 1, 8, dtype)
+    codes, scales = quantize_blocks(jnp.asarray(kernel), 1, 8, dtype)
     assert scales.shape == (3, 2, 5)
     again, steps = rounded(kernel, 1, dtype)
-    np.testing.assert_allclose(dequantize(codes, scales), again, rtol=1e-6)
-    error = np.abs(dequantize(codes, scales) - kernel).reshape(3, 2, 8, 5)
+    np.testing.assert_allclose(dequantize_blocks(codes, scales), again, rtol=1e-6)
+    error = np.abs(dequantize_blocks(codes, scales) - kernel).reshape(3, 2, 8, 5)
     assert (error <= steps / 2 * (1 + 1e-5)).all() and error.max() > steps.min() / 3

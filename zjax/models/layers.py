@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from zjax.models.projections import Projections
 from zjax.ops import invariant as arithmetic
-from zjax.ops import invariant_layers, matmul, remat, rotary, weights
+from zjax.ops import invariant_layers, matmul, remat, rotary, rounding
 from zjax.ops.keys import fold_name
 from zjax.ops.narrow import Codes, WeightDtype, quantize
 from zjax.ops.remat import materialize, materialize_gradient
@@ -236,7 +236,7 @@ class Linear(nnx.Module):
         if self.scales is not None:
             scales = self.scales[...]
             scales = scales.reshape(*scales.shape[: self.num_inputs], -1)
-            y = weights.multiply(x, kernel, scales, self.num_inputs)
+            y = rounding.multiply_blocks(x, kernel, scales, self.num_inputs)
         elif self.invariant:
             y = invariant_layers.dot(x, kernel, self.num_inputs)
         elif self.streams:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
-from zjax.ops.weights import quantize
+from zjax.ops.rounding import group_size, quantize_blocks
 from zjax.settings import schema
 
 
@@ -25,8 +25,8 @@ def quantize_kernels(
         raise ConfigError(*problems)
     for _, layer in found:
         dim, names = _blocked_dim(layer), layer.kernel.get_metadata()["logical"]
-        size = _largest_block(layer.kernel.shape[dim], settings.block_size)
-        codes, scales = quantize(layer.kernel[...], dim, size, settings.kind)
+        size = group_size(layer.kernel.shape[dim], settings.block_size)
+        codes, scales = quantize_blocks(layer.kernel[...], dim, size, settings.kind)
         layer.kernel = nnx.Param(codes, logical=names)
         # The number of blocks need not divide over devices: scales are not sharded
         # there.
@@ -47,16 +47,6 @@ def _frozen_layers(
                 yield path, layer
 
 
-def _largest_block(length: int, most: int) -> int:
-    """Returns the largest number up to `most` that divides a length.
-
-    Example:
-        >>> [_largest_block(length, 64) for length in (4_096, 80, 96, 23)]
-        [64, 40, 48, 23]
-    """
-    return max(n for n in range(1, min(length, most) + 1) if length % n == 0)
-
-
 def _smallest_block(length: int) -> int:
     """Returns the smallest block above 1 that divides a length."""
     return next(n for n in range(2, length + 1) if length % n == 0)
@@ -73,9 +63,7 @@ def _problems(
     """Yields problems of the block size, and of a model without frozen matrices."""
     size = settings.block_size
     lengths = {path: x.kernel.shape[_blocked_dim(x)] for path, x in found}
-    single = {
-        path: n for path, n in lengths.items() if _largest_block(n, size) == 1 < n
-    }
+    single = {path: n for path, n in lengths.items() if group_size(n, size) == 1 < n}
     if single:
         path, length = next(iter(single.items()))
         enough = max(_smallest_block(n) for n in single.values())

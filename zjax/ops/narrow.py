@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from zjax.ops import rounding
 from zjax_kernels import few_rows_matmul
 from zjax_kernels.decode.product.reference import (
     Activation,
@@ -25,7 +26,7 @@ WeightDtype = Literal["compute", "int8", "int4", "float8"]
 """How matrices are stored; `compute` is the dtype of the rows."""
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = get_args(WeightDtype)
 _DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "float8": jnp.float8_e4m3fn}
-_GROUP = 128
+GROUP = 128
 """Most inputs that share a scale of int4, as in AWQ and GPTQ."""
 
 
@@ -38,7 +39,9 @@ class Codes(NamedTuple):
     """Scale of each group of inputs of a column."""
 
 
-def quantize(kernel: Float[Array, "K M"], weight_dtype: WeightDtype) -> Codes:
+def quantize(
+    kernel: Float[Array, "K M"], weight_dtype: Literal["int8", "int4", "float8"]
+) -> Codes:
     """Rounds a matrix to the nearest codes; the largest value maps to the last code.
 
     int8 and float8 have a scale for each column, int4 for each group of up to 128
@@ -49,32 +52,12 @@ def quantize(kernel: Float[Array, "K M"], weight_dtype: WeightDtype) -> Codes:
         >>> found.codes.tolist(), found.scales[0].tolist()
         ([[127, -2], [0, 127]], [1.0, 0.003937007859349251])
     """
-    dtype, (depth, columns) = jnp.dtype(_DTYPES[weight_dtype]), kernel.shape
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    last = float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
-    shared = group_size(depth) if weight_dtype == "int4" else depth
-    values = kernel.T.astype(jnp.float32).reshape(columns, -1, shared)
-    largest = jnp.abs(values).max(axis=2)
-    # A column of zeros would divide 0 by 0.
-    scales = jnp.maximum(largest / last, jnp.finfo(kernel.dtype).tiny)
-    # Codes are those of the rounded scales.
-    scales = scales.astype(kernel.dtype)
-    values /= scales.astype(jnp.float32)[..., None]
-    values = jnp.clip(jnp.round(values) if is_integer else values, -last, last)
-    values = values.reshape(columns, depth)
-    if is_integer:
-        values = interleaved(values, num_bits(dtype))
-    return Codes(values.astype(dtype), scales.T)
-
-
-def group_size(depth: int) -> int:
-    """Returns the largest number up to 128 that divides the inputs of a matrix.
-
-    Example:
-        >>> [group_size(depth) for depth in (4_096, 192, 80, 23)]
-        [128, 96, 80, 23]
-    """
-    return max(n for n in range(1, min(depth, _GROUP) + 1) if depth % n == 0)
+    most = GROUP if weight_dtype == "int4" else 0
+    codes, scales = rounding.quantize(kernel, weight_dtype, most)
+    codes = codes.T
+    if jnp.issubdtype(codes.dtype, jnp.integer):
+        codes = interleaved(codes, num_bits(codes.dtype))
+    return Codes(codes, scales)
 
 
 def dequantize(matrix: Codes) -> Float[Array, "K M"]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from zjax.ops.weights import dequantize, quantize
+from zjax.ops.rounding import dequantize_blocks, quantize_blocks
 from zjax.weights import layers
 from zjax.weights.family import Fault
 from zjax.weights.source import Entry, Index, Source
@@ -329,7 +329,7 @@ def with_codes(source: Source, wanted: Mapping[str, Entry]) -> Source:
             first, last = first // size, -(-last // size)
         spans = (*index[:dim], slice(first * size, last * size), *index[dim + 1 :])
         with _on_host():
-            both = quantize(
+            both = quantize_blocks(
                 jax.numpy.asarray(matched.read(kernel, spans)),
                 dim,
                 size,
@@ -359,7 +359,7 @@ def without_codes(source: Source) -> Source:
         with _on_host():
             codes = jax.numpy.asarray(source.read(name, around))
             factors = jax.numpy.asarray(source.read(found[name], blocks))
-            kernel = np.asarray(dequantize(codes, factors))
+            kernel = np.asarray(dequantize_blocks(codes, factors))
         return kernel[(*[slice(None)] * dim, index[dim])]
 
     plain = {k: Entry(entries[k].shape, entries[s].dtype) for k, s in found.items()}

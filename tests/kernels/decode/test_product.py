@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.lowering import num_kernels
 from tests.support.refusals import value_error
-from zjax.ops.weights import quantize
+from zjax.ops.rounding import quantize_blocks
 from zjax_kernels import device, few_rows_matmul
 from zjax_kernels.decode.product.reference import interleaved, restored
 
@@ -100,7 +100,7 @@ def test_codes_are_in_the_order_of_the_kernel(dtype, groups):
 def test_codes_of_qlora_are_those_of_the_product():
     """Fails if codes of a trained matrix need other scales than they have."""
     weights = jax.random.normal(jax.random.key(0), (32, 6))
-    codes, scales = quantize(weights, 0, 8, "int8")
+    codes, scales = quantize_blocks(weights, 0, 8, "int8")
     x = jax.random.normal(jax.random.key(1), (2, 32))
     found = few_rows_matmul(x, codes.T, scales=scales)
     np.testing.assert_allclose(found, x @ weights, atol=0.05)
