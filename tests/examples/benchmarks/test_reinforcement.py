@@ -29,6 +29,10 @@ def printed(module, monkeypatch, capfd, *flags):
     return json.loads(capfd.readouterr().out.rpartition("RESULT ")[2])
 
 
+GRPO = "zjax GRPO", "zjax GRPO in exact mode", "zjax GRPO of 16 prompts"
+"""Contestants that the program runs as it is."""
+
+
 def metrics_of(*contestants):
     """Metrics that the contest asks of programs, but for the memory of a device."""
     for row in load_contest(FOLDER / "reinforcement.py").rows:
@@ -55,7 +59,7 @@ def test_steps_are_timed_and_tokens_compared(monkeypatch, capfd):
     monkeypatch.setattr(module, "compare", watch)
     flags = "--shape=tiny", "--num_warm_ups=1", "--num_steps=1"
     found = printed(module, monkeypatch, capfd, *flags)
-    wanted = {*metrics_of("zjax GRPO", "zjax GRPO in exact mode")}
+    wanted = {*metrics_of(*GRPO)}
     assert wanted == {
         "sampler_kl",
         "largest_ratio",
@@ -135,7 +139,9 @@ def test_the_peer_has_the_tokens_the_shape_and_the_texts_of_ours():
     """Fails if a number of one side is changed alone."""
     cases, contest = load("rl_cases"), load_contest(FOLDER / "reinforcement.py")
     words = {x.name: x.command for x in contest.contestants}
-    assert words["TRL"][1:] == ("examples/benchmarks/rl_trl.py",)
+    few = words["TRL"][2:]
+    assert few and few == words["zjax GRPO of 16 prompts"][2:]
+    assert words["TRL"][1] == "examples/benchmarks/rl_trl.py"
     assert words["zjax GRPO"][1:] == ("examples/benchmarks/rl_ours.py",)
     workload, shape = cases.Workload(), cases.SHAPES["1p5b"]
     assert (workload.num_texts, workload.length) == (512, 640)

@@ -222,10 +222,7 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 UNPUBLISHED = {
     "grpo_step",
     "moe_layer_vs_sonic",
-    "rl_gap",
     "rl_learns",
-    "rl_memory",
-    "rl_replay",
     "tensor_6p7b",
     "three_d",
     "ulysses_ring",
