@@ -125,13 +125,13 @@ def meet_cluster(barrier: Any) -> None:
 def _emit(instructions: str) -> None:
     """Adds instructions of PTX without operands to a kernel, for all lanes."""
 
-    @plgpu.inline_mgpu()
     def emit(ctx: Any) -> None:
         del ctx
         void = ir.Type.parse("!llvm.void")
         llvm.inline_asm(void, [], instructions, "", has_side_effects=True)
 
-    emit()
+    run: Any = plgpu.inline_mgpu()(emit)
+    run()
 
 
 HAS_EARLY_START = hasattr(plgpu, "griddepcontrol_wait")

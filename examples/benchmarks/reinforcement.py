@@ -48,7 +48,6 @@ def notes(num_prompts):
     )
 
 
-
 def get_contest():
     return Contest("Reinforcement learning", CONTESTANTS, (gap(), replay(), *costs()))
 
@@ -90,9 +89,9 @@ def gap():
         (as_is, exact, seconds),
         headline="GRPO of 1.5B: sampler to trainer in nats, exact mode, its cost",
         higher_is_better=False,
-        notes=f"{notes(64)}; all tokens of a rollout; the sampler's probabilities are of "
-        "the pass that drew the token, the trainer's of the passes of the update; the "
-        "divergence is the mean of k3",
+        notes=f"{notes(64)}; all tokens of a rollout; the sampler's probabilities are "
+        "of the pass that drew the token, the trainer's of the passes of the update; "
+        "the divergence is the mean of k3",
         by_devices=False,
     )
 
