@@ -284,7 +284,7 @@ def unread(key, value, what):
     )
 
 
-METHODS = "mxfp4 and fp8"
+METHODS = "mxfp4, fp8 and compressed-tensors"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ METHODS = "mxfp4 and fp8"
     [
         *(
             ({"quant_method": x, "bits": 4}, [unread("quant_method", x, METHODS)])
-            for x in ("gptq", "awq", "bitsandbytes", "compressed-tensors", ["fp8"])
+            for x in ("gptq", "awq", "bitsandbytes", ["fp8"])
         ),
         ({"load_in_4bit": True}, [unread("quant_method", None, METHODS)]),
         (

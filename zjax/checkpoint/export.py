@@ -11,7 +11,8 @@ from zjax.checkpoint.tokenizer import tokenizer_of_run, write_tokenizer
 from zjax.config.load import saved_config
 from zjax.errors import ConfigError, Problem
 from zjax.files import local_path, new_file
-from zjax.weights import huggingface, layers, peft
+from zjax.weights import huggingface, layers, peft, quantized
+from zjax.weights.codes import KEY
 from zjax.weights.config_json import CONFIG_NAME
 from zjax.weights.files import (
     cast,
@@ -22,7 +23,7 @@ from zjax.weights.files import (
     write_shards,
 )
 from zjax.weights.peft_tensors import TENSORS_NAME
-from zjax.weights.source import cached
+from zjax.weights.source import Source, cached
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Most tensor bytes of one file, the default of transformers."""
@@ -76,9 +77,12 @@ def export_huggingface(
     part: str = "auto",
     step: int | None = None,
     dtype: str = "",
+    quantize: str = "",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
     """Writes a directory that transformers loads: config.json, safetensors, an index.
+
+    `quantize` rounds matrices to nearest as a scheme of `weights.quantized` says.
 
     Tokenizer, chat template and end ids come from the data of the run. A run without a
     tokenizer record, such as a run on given batches, takes the files of the Hugging
@@ -88,17 +92,51 @@ def export_huggingface(
     layers is in memory at a time. Only one process may call this.
     """
     step = store.latest() if step is None else step
+    source, _ = open_weights(store, part, step)
+    return write_huggingface(
+        store,
+        path,
+        source,
+        step=step,
+        dtype=dtype,
+        quantize=quantize,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def write_huggingface(
+    store: Store,
+    path: str,
+    source: Source,
+    *,
+    step: int,
+    dtype: str = "",
+    quantize: str = "",
+    scales: Source | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Writes given weights of a run's model as `export_huggingface` does.
+
+    `source` has arrays by path in the model. `scales`, with the same names and shapes,
+    has the scales of weights that lie on the grid of `quantize` already.
+    """
     config = saved_config(store.extra(step))
     model, start = config.model, _find_start(config.checkpoint.init_from)
     kind = huggingface.find_kind(model)
     huggingface.report_dropouts(model, kind)
-    source, _ = open_weights(store, part, step)
-    source = cast(
-        huggingface.model_tensors(source, model, kind, str(store.directory)), dtype
-    )
+    place = str(store.directory)
+    source = huggingface.model_tensors(source, model, kind, place)
+    plain_dtype = dtype or next(iter(source.entries.values())).dtype
+    values = huggingface.config_of(model, kind) | {"dtype": plain_dtype}
+    if quantize:
+        if scales is not None:
+            scales = huggingface.model_tensors(scales, model, kind, place)
+        source, values[KEY] = quantized.compress(
+            source, model, kind, quantize, dtype=dtype, scales=scales
+        )
+    else:
+        source = cast(source, dtype)
     with new_folder(path) as folder:
-        dtype = next(iter(source.entries.values())).dtype
-        values = huggingface.config_of(model, kind) | {"dtype": dtype}
         # Replaces the null ids of `config_of`.
         values |= write_tokenizer(folder, tokenizer_of_run(store, step), start)
         write_json(folder / CONFIG_NAME, values)

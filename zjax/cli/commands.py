@@ -6,6 +6,7 @@
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -55,6 +56,7 @@ from zjax.settings.preference import Preference
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import PARTS, Part, choose_part, parts_of, with_part
+from zjax.weights.compressed_tensors import SCHEMES
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
@@ -286,6 +288,8 @@ _FORMATS = {
     "peft": ("adapter", export_peft),
 }
 """Default name of the output, and the function that writes it, by format."""
+_QUANTIZED = {"hf": (*SCHEMES,)}
+"""Layouts of quantised matrices, by format."""
 
 
 def export(given: flags.FlagValues) -> None:
@@ -296,7 +300,15 @@ def export(given: flags.FlagValues) -> None:
     store = open_store(config.directory)
     step = chosen_step(store, given.step)
     part = choose_part(given.part, saved_parts(store.source(step).entries))
-    size = write(store, output, part=part, step=step, dtype=given.dtype)
+    how = {"part": part, "step": step, "dtype": given.dtype}
+    if given.quantize:
+        if given.quantize not in _QUANTIZED.get(given.format, ()):
+            known = ", ".join(_QUANTIZED.get(given.format, ()))
+            problem = f"is no layout of --format={given.format}"
+            remedy = f"use {known}" if known else "use --format=hf, or leave it out"
+            raise ConfigError(Problem("--quantize", given.quantize, problem, remedy))
+        how["quantize"] = given.quantize
+    size = write(store, output, **how)
     print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
 
 
@@ -320,6 +332,11 @@ EXPORT = Command(
             "peft has adapters alone.",
             "safetensors",
             enum_values=[*_FORMATS],
+        ),
+        choice(
+            "quantize",
+            "Layout of quantised matrices; none by default.",
+            enum_values=["", *dict.fromkeys(itertools.chain(*_QUANTIZED.values()))],
         ),
     ),
 )

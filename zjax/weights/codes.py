@@ -1,4 +1,4 @@
-"""Arrays stored as codes and scales: FP8, MXFP4, and integers for QLoRA."""
+"""Arrays stored as codes and scales: FP8, MXFP4, compressed-tensors, QLoRA."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from zjax.errors import CheckpointError, Problem
 from zjax.ops.rounding import dequantize_blocks, quantize_blocks
+from zjax.weights import compressed_tensors as compressed
 from zjax.weights import layers
+from zjax.weights.blocks import blocks_of, inside, num_blocks, spread
 from zjax.weights.family import Fault
 from zjax.weights.source import Entry, Index, Source
 
@@ -47,21 +50,21 @@ class Fp8:
 
     def entries(self, shape: tuple[int, ...]) -> tuple[Entry, Entry]:
         """Codes and scales that store a tensor of a plain shape."""
-        blocks = map(_num_blocks, shape, self._sizes(len(shape)))
+        blocks = map(num_blocks, shape, self._sizes(len(shape)))
         return Entry(shape, "float8_e4m3fn"), Entry(tuple(blocks), "float32")
 
     def read(self, index: Index, codes: Read, scales: Read) -> np.ndarray:
         """Reads a slice of plain values from functions that read codes and scales."""
         sizes = self._sizes(len(index))
         # Scales may have 16 bits in the file.
-        factors = scales(tuple(map(_blocks_of, index, sizes))).astype(np.float32)
+        factors = scales(tuple(map(blocks_of, index, sizes))).astype(np.float32)
         *outer, length = factors.shape
         factors = factors.reshape(math.prod(outer), length)
-        factors = _spread(factors, 1, index[-1], sizes[-1])
+        factors = spread(factors, 1, index[-1], sizes[-1])
         # Indices of rows take less memory than repeated factors.
         numbers = np.arange(len(factors)).reshape(outer)  # the factors of each row
         for dim, size in enumerate(sizes[:-1]):
-            numbers = _spread(numbers, dim, index[dim], size)
+            numbers = spread(numbers, dim, index[dim], size)
         numbers = numbers.reshape(-1)
         stored = codes(index).view(np.uint8)
         rows = stored.reshape(numbers.size, factors.shape[1])
@@ -99,13 +102,13 @@ class Mxfp4:
     def entries(self, shape: tuple[int, ...]) -> tuple[Entry, Entry]:
         """Codes and scales that store a tensor [experts, inputs, outputs]."""
         experts, inputs, outputs = shape
-        blocks = experts, outputs, _num_blocks(inputs, _MX_BLOCK)
+        blocks = experts, outputs, num_blocks(inputs, _MX_BLOCK)
         return Entry((*blocks, _MX_BLOCK // 2), "uint8"), Entry(blocks, "uint8")
 
     def read(self, index: Index, codes: Read, scales: Read) -> np.ndarray:
         """Reads a slice of plain values, as a transposed view of file order."""
         experts, inputs, outputs = index
-        blocks = experts, outputs, _blocks_of(inputs, _MX_BLOCK)
+        blocks = experts, outputs, blocks_of(inputs, _MX_BLOCK)
         low = codes((*blocks, slice(0, _MX_BLOCK // 2)))
         *shape, num_blocks, num_bytes = low.shape
         low, high = low.reshape(-1, num_bytes), scales(blocks).reshape(-1, 1)
@@ -115,10 +118,46 @@ class Mxfp4:
             pairs = high[some].astype(np.uint16) << 8 | low[some]
             values[some] = _mx_values()[pairs]
         values = values.view(jnp.bfloat16).reshape(*shape, num_blocks * _MX_BLOCK)
-        return values[..., _inside(inputs, _MX_BLOCK)].swapaxes(1, 2)
+        return values[..., inside(inputs, _MX_BLOCK)].swapaxes(1, 2)
 
 
-Format = Fp8 | Mxfp4
+@dataclasses.dataclass(frozen=True)
+class CompressedTensors:
+    """Codes of 4 or 8 bits, with a scale for each output or each group of inputs."""
+
+    scheme: compressed.Scheme
+    method: ClassVar = compressed.METHOD
+    dtype: ClassVar = "float32"
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Endings of the names of codes, of scales, and of shapes."""
+        return self.scheme.endings
+
+    def holds(self, name: str, entry: Entry, stored: Mapping[str, Entry]) -> bool:
+        """Whether a matrix is stored as codes."""
+        found = stored.get(f"{name}{self.endings[0]}")
+        # By dtype: modules of `ignore` are plain.
+        dtype = "int32" if self.scheme.is_packed else self.scheme.dtype
+        return found is not None and found.dtype == dtype and len(entry.shape) == 2
+
+    def entries(self, shape: tuple[int, ...]) -> tuple[Entry, ...]:
+        """Codes, scales and perhaps a shape that store a matrix of a plain shape."""
+        return self.scheme.entries(shape, "float32")
+
+    def read(self, index: Index, codes: Read, scales: Read) -> np.ndarray:
+        """Reads a slice of plain values from functions that read codes and scales."""
+        (rows, inputs), step = index, self.scheme.per_word
+        stored = codes((rows, blocks_of(inputs, step)))
+        values = self.scheme.restore(stored, stored.shape[1] * step)
+        values = values[:, inside(inputs, step)]
+        if not (group := self.scheme.group):
+            return values * scales((rows, slice(0, 1))).astype(np.float32)
+        factors = scales((rows, blocks_of(inputs, group))).astype(np.float32)
+        return values * spread(factors, 1, inputs, group)
+
+
+Format = Fp8 | Mxfp4 | CompressedTensors
 _CHUNK = 2**17
 """Codes that are looked up at once."""
 _MX_BLOCK = 32
@@ -127,31 +166,10 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes 0 to 7; the highest bit of a code is the sign."""
 
 
-def _num_blocks(size: int, block: int) -> int:
-    return -(-size // block)
-
-
-def _blocks_of(span: slice, block: int) -> slice:
-    """Blocks that hold a slice."""
-    return slice(span.start // block, _num_blocks(span.stop, block))
-
-
-def _spread(x: np.ndarray, dim: int, span: slice, block: int) -> np.ndarray:
-    """Repeats the entries of blocks for the elements of a slice."""
-    numbers = np.arange(span.start, span.stop) // block - span.start // block
-    return x.take(numbers, dim)
-
-
 def _chunks(num_rows: int, length: int) -> Iterator[slice]:
     """Splits rows into chunks that fit a cache."""
     step = max(1, _CHUNK // max(1, length))
     return (slice(first, first + step) for first in range(0, num_rows, step))
-
-
-def _inside(span: slice, block: int) -> slice:
-    """Counts a slice from the beginning of the first block."""
-    start = span.start - span.start // block * block
-    return slice(start, start + span.stop - span.start)
 
 
 @functools.cache
@@ -188,6 +206,7 @@ _FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "scale_fmt": ("float", "ue8m0", None),
         "expert_dtype": ("fp8",),
     },
+    compressed.METHOD: compressed.FIXED,
 }
 """Accepted values of keys by method; the first value is the default."""
 _UNREAD = frozenset(
@@ -209,11 +228,15 @@ def quantization_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
         return
     method = found.get(_METHOD)
     if not isinstance(method, str) or method not in _FIXED:
-        yield _not_read(_METHOD, method, " and ".join(_FIXED))
+        *names, last = _FIXED
+        yield _not_read(_METHOD, method, f"{', '.join(names)} and {last}")
         return
     for name, accepted in _FIXED[method].items():
         if (value := found.get(name, accepted[0])) not in accepted:
             yield _not_read(name, value, " or ".join(map(repr, accepted)))
+    if method == compressed.METHOD:
+        for name, value in compressed.unread_parts(found):
+            yield _not_read(name, value, "symmetric codes of one group of modules")
     if method == Fp8.method and not _is_block(found.get(_BLOCK, Fp8.block)):
         yield _not_read(_BLOCK, found[_BLOCK], "two sizes")
 
@@ -223,6 +246,7 @@ def unknown_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     found = values.get(KEY) or {}
     known = {_METHOD, *_UNREAD, *_FIXED.get(found.get(_METHOD, ""), ())}
     known |= {_BLOCK} if found.get(_METHOD) == Fp8.method else set()
+    known |= compressed.KNOWN if found.get(_METHOD) == compressed.METHOD else set()
     return {f"{KEY}.{name}": x for name, x in found.items() if name not in known}
 
 
@@ -256,7 +280,7 @@ class Quantized:
             return source
 
         def read(name: str, index: Index) -> np.ndarray:
-            codes, scales = (f"{name}{ending}" for ending in form.endings)
+            codes, scales = (f"{name}{ending}" for ending in form.endings[:2])
             return form.read(
                 index,
                 lambda index: source.read(codes, index),
@@ -283,14 +307,34 @@ def find_quantized(
     found = values.get(KEY)
     if found is None:
         return Quantized(None, {})
-    is_fp8 = found[_METHOD] == Fp8.method
-    form = Fp8(tuple(found.get(_BLOCK, Fp8.block))) if is_fp8 else Mxfp4()
+    form: Format = Mxfp4()
+    if found[_METHOD] == Fp8.method:
+        form = Fp8(tuple(found.get(_BLOCK, Fp8.block)))
+    elif found[_METHOD] == compressed.METHOD:
+        form = CompressedTensors(compressed.scheme_of(found))
     shapes = {
         name: entry.shape
         for name, entry in plain.items()
         if form.holds(name, entry, source.entries)
     }
+    if isinstance(form, CompressedTensors) and form.scheme.is_packed:
+        _check_shapes(source, shapes)
     return Quantized(form, shapes)
+
+
+def _check_shapes(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses packed matrices whose stored shape is another one."""
+    problems = list[Problem]()
+    for name, shape in shapes.items():
+        stored = f"{name}_shape"
+        entry = source.entries.get(stored)
+        if entry is None or entry.shape != (len(shape),):
+            continue  # reported with all tensors that are missing or differ
+        if (found := tuple(source.read_all(stored).tolist())) != shape:
+            problem = f"is not the {shape} of this model"
+            problems.append(Problem(stored, found, problem, "use another checkpoint"))
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def _is_block(sizes: Any) -> bool:

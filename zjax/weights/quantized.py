@@ -1,0 +1,227 @@
+"""Quantises the matrices of a Hugging Face source while an export writes them.
+
+Weights are rounded to nearest, or they lie on a grid already, as after GPTQ: then their
+scales are given, and codes are recovered without a further rounding.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.settings import schema
+from zjax.weights.compressed_tensors import SCHEMES, Scheme
+from zjax.weights.families import FAMILIES
+from zjax.weights.files import cast
+from zjax.weights.source import Entry, Index, Source
+from zjax.weights.tensors import layouts_of
+
+FIELD = "--quantize"
+_NUM_SHOWN = 3
+_SLACK = 4
+"""Roundings of a weight and of a quotient that count as exact."""
+
+
+def compress(
+    source: Source,
+    model: schema.Model,
+    kind: str,
+    name: str,
+    *,
+    dtype: str = "",
+    scales: Source | None = None,
+) -> tuple[Source, dict[str, Any]]:
+    """Quantises the tensors of a family to a scheme of compressed-tensors.
+
+    Args:
+        source: Plain tensors of the family, such as `huggingface.model_tensors` gives.
+        model: Settings of the model.
+        kind: `model_type` of the family.
+        name: Key of `SCHEMES`: `w4a16`, `w8a8` or `fp8`.
+        dtype: Dtype of plain tensors and of scales; empty for the dtypes of `source`.
+        scales: Scales of weights on a grid, float32, with the names and shapes of
+            `source`: the scale of a group, repeated for each weight. None rounds
+            weights to nearest: the largest weight of a group takes the last code.
+
+    Returns:
+        Tensors of the files, and the `quantization_config` of the config.json.
+
+    Raises:
+        ConfigError: The family has no such layout, or no matrix has fitting groups.
+        CheckpointError: A dtype does not fit the format. While tensors are read, also:
+            a group has several scales, a weight is off the grid, or is not finite.
+    """
+    scheme = SCHEMES[name]
+    matrices, plain = _modules_of(model, kind, name)
+    fitting = [x for x in matrices if scheme.fits(source.entries[x].shape[1])]
+    left = [x for x in matrices if x not in {*fitting}]
+    if not fitting:
+        problem = f"has groups of {scheme.group} inputs, which divide no matrix"
+        raise ConfigError(Problem(FIELD, name, problem, "use w8a8 or fp8"))
+    _report(name, scheme, fitting, left)
+    found = pack_source(source, fitting, scheme, dtype=dtype, scales=scales)
+    ignore = dict.fromkeys(x.removesuffix(".weight") for x in (*plain, *left))
+    return found, scheme.config([*_HEADS[model.kind], *ignore])
+
+
+_HEADS = {"decoder": ("lm_head",), "encoder": ("re:cls[.].*", "re:lm_head[.].*")}
+"""Plain modules of a head, some of which share a table and have no tensor."""
+
+
+def _modules_of(
+    model: schema.Model, kind: str, name: str
+) -> tuple[list[str], list[str]]:
+    """Names of matrices of torch `Linear` modules to quantise, and of routers."""
+    matrices, routers = list[str](), list[str]()
+    for ours, layout in layouts_of(FAMILIES[kind].rows, model):
+        if not ours.startswith("blocks.") or ".kernel" not in ours:
+            continue
+        if ".router." in ours:
+            routers += layout.tensors.values()
+        elif layout.row.is_transposed and len(layout.tensor_shape) == 2:
+            matrices += layout.tensors.values()
+        else:
+            problem = f"has no layout for {layout.first} of {kind}, which is no Linear"
+            remedy = "leave out --quantize, or use --format=gguf"
+            if len(layout.tensor_shape) > 2:
+                remedy = "use mxfp4"
+            raise ConfigError(Problem(FIELD, name, problem, remedy))
+    # A joined tensor has several arrays.
+    return [*dict.fromkeys(matrices)], [*dict.fromkeys(routers)]
+
+
+def _report(
+    name: str, scheme: Scheme, fitting: Sequence[str], left: Sequence[str]
+) -> None:
+    """Warns on process 0 of the number of matrices, and of matrices left plain."""
+    if jax.process_index() != 0:
+        return
+    text = f"--quantize={name}: {len(fitting)} matrices become {scheme.dtype}"
+    if left:
+        more = len(left) - _NUM_SHOWN
+        names = ", ".join(left[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        text += f"; plain, as {scheme.group} does not divide their inputs: {names}"
+    logging.warning("%s", text)
+
+
+def pack_source(
+    source: Source,
+    names: Sequence[str],
+    scheme: Scheme,
+    *,
+    dtype: str = "",
+    scales: Source | None = None,
+) -> Source:
+    """Replaces the matrices of some names by codes and scales; see `compress`."""
+    lacking = [x for x in names if scales is not None and x not in scales.entries]
+    if lacking:
+        remedy = "give a scale for each weight"
+        some = lacking[:_NUM_SHOWN]
+        raise CheckpointError(
+            *(Problem("tensor", x, "has no scales", remedy) for x in some)
+        )
+    plain = cast(source.without(names), dtype)
+    entries, origins = dict[str, Entry](), dict[str, tuple[str, int]]()
+    for name, entry in source.entries.items():
+        if name in plain.entries:
+            entries[name] = plain.entries[name]
+            continue
+        stored = scheme.entries(entry.shape, dtype or entry.dtype)
+        # Beside each other in the files, in the order of the plain tensors.
+        for number, ending in enumerate(scheme.endings):
+            entries[name + ending] = stored[number]
+            origins[name + ending] = name, number
+    matrices = Matrices(source, scheme, scales)
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name not in origins:
+            return plain.read(name, index)
+        origin, number = origins[name]
+        if number == 2:
+            return np.array(source.entries[origin].shape, np.int64)[index]
+        codes, factors = matrices.read(origin, index[0], entries[f"{origin}_scale"])
+        found = factors if number else scheme.store(codes)
+        return found[:, index[1]]
+
+    return Source(entries, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """Reads codes and scales of plain matrices."""
+
+    source: Source
+    scheme: Scheme
+    scales: Source | None
+
+    def read(
+        self, name: str, rows: slice, scales: Entry
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Reads rows of a matrix as float32 codes and as scales of an entry's dtype."""
+        index = rows, slice(0, self.source.entries[name].shape[1])
+        weights = self.source.read(name, index).astype(np.float32)
+        if not np.isfinite(weights).all():
+            problem, remedy = "is not finite everywhere", "export another checkpoint"
+            raise CheckpointError(Problem("tensor", name, problem, remedy))
+        groups = weights.reshape(len(weights), scales.shape[1], -1)
+        if self.scales is None:
+            factors = largest_scales(groups, self.scheme.last, scales.dtype)
+            codes = self.scheme.round(groups / factors[..., np.newaxis])
+        else:
+            shared = self.scales.read(name, index).astype(np.float32)
+            factors = shared_scales(name, shared.reshape(groups.shape))
+            dtype = self.source.entries[name].dtype
+            codes = codes_on_grid(name, groups, factors, self.scheme.round, dtype)
+        return codes.reshape(weights.shape), factors.astype(jnp.dtype(scales.dtype))
+
+
+def largest_scales(groups: np.ndarray, last: float, dtype: str) -> np.ndarray:
+    """Scales that map the largest weight of each group to the last code.
+
+    Scales are float32 numbers that `dtype` holds, so that codes fit the stored scales.
+
+    Example:
+        >>> largest_scales(np.array([[3.0, -14.0], [0.0, 0.0]]), 7, "float16").tolist()
+        [2.0, 6.103515625e-05]
+    """
+    stored = jnp.finfo(jnp.dtype(dtype))
+    largest = np.abs(groups).max(-1) / np.float32(last)
+    # A group of zeros would divide 0 by 0; float16 ends at 65,504.
+    limits = float(stored.tiny), float(stored.max)
+    return np.clip(largest, *limits).astype(jnp.dtype(dtype)).astype(np.float32)
+
+
+def shared_scales(name: str, scales: np.ndarray) -> np.ndarray:
+    """Takes the one scale of each group of float32[..., group]."""
+    found = scales[..., 0]
+    if (scales != found[..., np.newaxis]).any():
+        size = scales.shape[-1]
+        problem = f"has several scales in a group of {size} inputs"
+        remedy = f"quantise it with a scale for each {size} inputs of an output"
+        raise CheckpointError(Problem("tensor", name, problem, remedy))
+    if not (np.isfinite(found) & (found > 0)).all():
+        remedy = "quantise it again"
+        raise CheckpointError(
+            Problem("tensor", name, "has a scale that is not positive", remedy)
+        )
+    return found
+
+
+def codes_on_grid(
+    name: str, groups: np.ndarray, scales: np.ndarray, rounding: Any, dtype: str
+) -> np.ndarray:
+    """Recovers the codes of weights that are products of codes and scales."""
+    quotients = groups / scales[..., np.newaxis]
+    codes = rounding(quotients)
+    # Weights are products that were rounded to `dtype`.
+    slack = _SLACK * float(jnp.finfo(jnp.dtype(dtype)).eps)
+    if (np.abs(quotients - codes) > slack * np.maximum(np.abs(codes), 1)).any():
+        problem = "has weights that are no code times their scale"
+        remedy = "give the scales with which it was quantised, or none"
+        raise CheckpointError(Problem("tensor", name, problem, remedy))
+    return codes
