@@ -18,6 +18,7 @@ from zjax.models.build import make_model
 from zjax.rl.pretraining import Pretraining
 from zjax.run.batch import with_batch_sizes
 from zjax.run.build import make_run
+from zjax.typing import IGNORED
 
 WEIGHT = 3.0
 RL = "rl.rollout.num_prompts=4 rl.rollout.num_samples=2 rl.rollout.max_new_tokens=8"
@@ -39,8 +40,10 @@ def batches():
     # As answers alone count in conversations: some tokens of text have no loss.
     extended["rl"]["pretraining"][4, :5] = 0
     left = (extended["rl"]["pretraining"] > 0).sum()
-    total = extended["rl"]["units"].sum()
-    extended["rl"]["pretraining"][extended["rl"]["pretraining"] > 0] = total / left
+    total = packed.batch["rl"]["units"].sum()
+    counts = extended["rl"]["pretraining"] > 0
+    extended["rl"]["units"][4:] = total / left * counts[4:]
+    extended["rl"]["pretraining"][counts] = total / left
     return packed.batch, extended
 
 
@@ -92,6 +95,27 @@ def test_rows_follow_from_seed_and_step(batches):
     shares = first["rl"]["pretraining"]
     assert not shares[:4].any()
     np.testing.assert_allclose(shares.sum(), plain["rl"]["units"].sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_rows_are_learned_beside_texts_without_a_reward(num_microbatches):
+    """Fails if a step whose texts have no reward learns nothing, or its rows twice."""
+    rollouts = policies.make_rollouts()[:1]
+    nothing = rl.pack(rollouts, [np.nan], length=16, num_rows=4).batch
+    batch = Pretraining(settings_of()).extend(nothing, 0)
+    logits = jax.random.normal(jax.random.key(0), (8, 16, policies.VOCAB))
+    sums = np.zeros(2)
+    for part in range(num_microbatches):
+        rows = slice(part, None, num_microbatches)
+        given = jax.tree.map(lambda x, rows=rows: jnp.asarray(x[rows]), batch)
+        loss, weight, _ = rl.policy_loss(logits[rows], given, MIXED)
+        sums += float(loss * weight), float(weight)
+    targets = batch["targets"][4:]
+    found = jax.nn.log_softmax(logits[4:])
+    chosen = jnp.take_along_axis(found, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    mean = -chosen[targets != IGNORED].mean()
+    np.testing.assert_allclose(sums[0] / sums[1], WEIGHT * mean, rtol=1e-5)
+    np.testing.assert_allclose(sums[1], 1, rtol=1e-6)
 
 
 def test_rows_without_an_answer_leave_the_loss_of_the_policy_as_it_is(batches):

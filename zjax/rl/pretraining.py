@@ -54,8 +54,8 @@ class Pretraining:
             step: Number of steps before.
 
         Returns:
-            The batch with `num_rows` more rows, in which texts count for nothing, and
-            the array `pretraining` under `rl`.
+            The batch with `num_rows` more rows, of weight 0 for the policy, and the
+            array `pretraining` under `rl`.
         """
         read = _with_segments(self._rows.read(self._order.indices(step)))
         counts = (read["targets"] != IGNORED) * read["weights"]
@@ -65,11 +65,16 @@ class Pretraining:
         }
         # Rows of a long prompt may have no answer: their loss is 0, of all places.
         counts = counts if counts.any() else np.ones_like(counts)
-        shares = batch["rl"]["units"].sum() * counts / counts.sum()
-        shares = shares.astype(np.float32)
+        units, shares = batch["rl"]["units"].sum(), counts / counts.sum()
+        # A step whose texts have no reward learns from its rows alone: the mean is not
+        # half of a mean over both.
+        given_to = {"units": units * shares, KEY: units * shares}
+        if not units:
+            given_to = {"units": shares, KEY: shares / 2}
         arrays = {**batch["rl"], KEY: np.zeros_like(batch["weights"])}
+        nothing = np.zeros_like(shares)
         arrays = {
-            name: _joined(x, shares * (name == KEY)) for name, x in arrays.items()
+            name: _joined(x, given_to.get(name, nothing)) for name, x in arrays.items()
         }
         extended = {name: _joined(batch[name], x) for name, x in given.items()}
         extended["weights"] = _joined(batch["weights"], np.zeros_like(shares))
