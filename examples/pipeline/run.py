@@ -46,8 +46,7 @@ def pretrain(folder, settings):
 def learn(name, folder, sizes, settings):
     """Runs the stages that train; returns the report card, with one row each."""
     task, files = getattr(tasks, name), folder / "data"
-    if not files.exists():
-        data.write_data(task, files, **sizes)
+    data.find_data(task, files, sizes)
     held_out = data.read_lines(files / "held_out.jsonl")
     trainer = pretrain(folder, settings)
     report.Card(folder / "card.json", task, held_out).examine("pretraining", trainer)

@@ -13,13 +13,38 @@ import sys
 from zjax.data.prepare import prepare
 from zjax.rl import tasks
 
+SIZES = "num_traces", "num_prompts", "num_held_out"
 VALIDATION_FRACTION = 0.05
 ERROR_RATE = 0.65
 """Share of traces in which the teacher errs."""
 
 
+def find_data(task, folder, sizes):
+    """Writes the files of a task where there are none; refuses files of other sizes.
+
+    Args:
+        task: Module of `zjax.rl.tasks`.
+        folder: Directory of the files.
+        sizes: Sizes of `write_data` that a user gave.
+    """
+    if not folder.exists():
+        write_data(task, folder, **sizes)
+        return
+    for name, size in sizes.items():
+        path = folder / f"{name.removeprefix('num_')}.jsonl"
+        if size != (number := len(read_lines(path))):
+            remedy = "leave it out, or name another --directory"
+            sys.exit(f"--{name}={size} is not the {number} rows of {path}: {remedy}")
+
+
 def write_data(
-    task, folder, *, num_traces, num_prompts, num_held_out, error_rate=ERROR_RATE
+    task,
+    folder,
+    *,
+    num_traces=20_000,
+    num_prompts=5_000,
+    num_held_out=100,
+    error_rate=ERROR_RATE,
 ):
     """Writes the files of a task, each by a seed of its own: all of them or none.
 
@@ -112,15 +137,14 @@ def read_lines(path):
 
 def add_sizes(parser):
     """Adds the sizes of `write_data` to the arguments of a program."""
-    parser.add_argument("--num_traces", type=int, default=20_000)
-    parser.add_argument("--num_prompts", type=int, default=5_000)
-    parser.add_argument("--num_held_out", type=int, default=100)
+    defaults = write_data.__kwdefaults__
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=int, help=f"default: {defaults[name]}")
 
 
 def sizes_of(given):
     """Returns the sizes that a user gave."""
-    names = "num_traces", "num_prompts", "num_held_out"
-    return {name: getattr(given, name) for name in names}
+    return {name: x for name in SIZES if (x := getattr(given, name)) is not None}
 
 
 def main():

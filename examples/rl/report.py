@@ -4,6 +4,7 @@ import json
 import zlib
 
 import zjax
+from zjax.files import new_file
 
 NUM_SAMPLES = 8
 NUM_SHOWN = 3
@@ -80,7 +81,9 @@ class Card:
             f"pass_at_{NUM_SAMPLES}": any_of,
             "samples": samples,
         }
-        self._path.write_text(json.dumps(self.stages, indent=1))
+        # A program that is stopped leaves the card before, and no part of one.
+        with new_file(self._path) as partial:
+            partial.write_text(json.dumps(self.stages, indent=1))
 
     def show(self):
         """Prints the rates of each stage, and the first text of some prompts."""

@@ -91,13 +91,12 @@ def learn(name, method, folder, *, sizes, settings=(), num_drawn=500):
         name: Name of the task.
         method: Name of the method.
         folder: Directory of the task.
-        sizes: Sizes of `data.write_data`.
+        sizes: Sizes of `data.write_data` that a user gave.
         settings: Settings of `run`.
         num_drawn: Prompts whose texts are pairs of a right and a wrong one.
     """
     task, files = getattr(tasks, name), folder / "data"
-    if not files.exists():
-        data.write_data(task, files, **sizes)
+    data.find_data(task, files, sizes)
     card = report.Card(
         folder / "card.json", task, data.read_lines(files / "held_out.jsonl")
     )

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pathlib
 import runpy
 
 import pytest
@@ -85,6 +86,18 @@ def test_files_of_a_task_are_whole_or_missing(tmp_path, monkeypatch):
         example.write_data(tasks.sums, folder, num_prompts=8, **sizes)
 
 
+def test_sizes_of_files_that_exist_are_no_others(tmp_path):
+    """Fails if a second run ignores the sizes that a user gives."""
+    example, sizes = load_example("data"), {"num_traces": 60, "num_held_out": 4}
+    folder = tmp_path / "data"
+    example.find_data(tasks.sums, folder, {"num_prompts": 8, **sizes})
+    example.find_data(tasks.sums, folder, sizes)
+    example.find_data(tasks.sums, folder, {})
+    told = f"--num_held_out=5 is not the 4 rows of {folder}/held_out.jsonl: leave it "
+    with pytest.raises(SystemExit, match=f"^{told}out, or name another --directory$"):
+        example.find_data(tasks.sums, folder, {"num_held_out": 5})
+
+
 @pytest.mark.parametrize("name", tasks.__all__)
 def test_a_teacher_errs_at_a_rate_and_from_a_random_line_on(name):
     """Fails if traces that err are right, or are of another prompt from the start."""
@@ -124,6 +137,25 @@ def test_a_card_keeps_the_stages_of_its_file(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert shown[-2].split() == ["start", "50.0%", "100.0%"]
     assert shown[-1] == "start, right: '1+1\\n2'"
+
+
+def test_a_card_is_whole_where_a_program_was_stopped(tmp_path, monkeypatch):
+    """Fails if a part of a file replaces what was examined."""
+    report, path = load_example("report"), tmp_path / "card.json"
+    texts = [("1+1\n", [("2", 1.0), ("3", 0.0)])]
+    monkeypatch.setattr(report, "solve", lambda trainer, task, rows: texts)
+    report.Card(path, None, []).examine("start", None)
+    before, write = path.read_text(), pathlib.Path.write_text
+
+    def stopped(self, text):
+        write(self, text[:9])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pathlib.Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        report.Card(path, None, []).examine("grpo", None)
+    assert path.read_text() == before
+    assert [x.name for x in tmp_path.iterdir()] == ["card.json"]
 
 
 def test_pairs_are_of_prompts_with_a_right_and_a_wrong_text(tmp_path):

@@ -1,5 +1,6 @@
 """A critic of its own learns values beside a policy that has none."""
 
+import dataclasses
 import shutil
 
 import jax
@@ -13,7 +14,7 @@ from tests.support.refusals import checkpoint_error
 from tests.support.trees import stacked, unpadded
 from zjax import rl
 from zjax.config import load_config
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, NonFiniteError
 from zjax.rl.critic import critic_model
 from zjax.settings.critic import critic_settings
 
@@ -152,6 +153,36 @@ def test_a_critic_needs_its_setting_to_go_on(learned, tmp_path):
     told += "restore it, or start another run with checkpoint.init_from="
     with checkpoint_error(f"{told}{tmp_path / 'run'}"):
         rl_run.make_trainer(tmp_path / "run", "rl.objective=ppo", num_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        (
+            "update",
+            "critic_grad_norm=nan is not finite at step 1, whose update was applied; "
+            "go back to the last checkpoint, and lower optimizer.peak_learning_rate or "
+            "look at the data",
+        ),
+        (
+            "skip",
+            "precision.on_nonfinite='skip' skipped all 1 steps, starting with "
+            "critic_grad_norm=nan at step 1; lower optimizer.peak_learning_rate or "
+            "look at the data; earlier checkpoints are unaffected",
+        ),
+    ],
+)
+def test_a_critic_that_is_not_finite_ends_the_run_by_name(tmp_path, policy, told):
+    """Fails if the policy, which learns of no text then, is told to be the cause."""
+    given = f"precision.on_nonfinite={policy}", "num_steps=1"
+    trainer = make_trainer(tmp_path, *given, num_devices=1)
+    critic = trainer._critic
+    lost = jax.tree.map(lambda x: x * jnp.nan, critic.state.master)
+    critic.state = dataclasses.replace(critic.state, master=lost)
+    with pytest.raises(NonFiniteError) as error:
+        trainer.fit()
+    assert str(error.value).splitlines()[0] == told
+    trainer.close()
 
 
 def test_a_given_optimizer_has_its_own_learning_rate(tmp_path):

@@ -172,6 +172,12 @@ def _own_critic(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         problem, value = problem + "alone", objective.value_weight
         remedy = f"leave it at {usual}, or set rl.critic.peak_learning_rate"
         yield Problem("rl.objective.value_weight", value, problem, remedy)
+    has_start = isinstance(given.critic, rl.Own) and given.critic.init_from
+    if config.lora and config.lora.init_from and not has_start:
+        problem = "starts the policy, and rl.critic='own' starts without adapters"
+        remedy = "set rl.critic.init_from, or merge the adapters (zjax export) and use "
+        remedy += "checkpoint.init_from"
+        yield Problem("lora.init_from", config.lora.init_from, problem, remedy)
     for name in ("communication.codec", "communication.local_steps"):
         value = choices.value_at(config, name)
         if value != choices.value_at(schema.Config(), name):

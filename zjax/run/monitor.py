@@ -78,7 +78,9 @@ class Monitor:
                 last_step=last_step,
                 prefix=prefix,
             )
-            for prefix, number in {"": num_skipped, **beside}.items()
+            # First models beside: values of a critic that are NaN leave the policy no
+            # text, and the cause is the critic.
+            for prefix, number in {**beside, "": num_skipped}.items()
         ]
         self._late = LateMetrics()
         # absolute: a function of the user may change the working directory
