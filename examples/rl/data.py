@@ -13,7 +13,8 @@ import sys
 from zjax.data.prepare import prepare
 from zjax.rl import tasks
 
-SIZES = "num_traces", "num_prompts", "num_held_out"
+SIZES = {"num_traces": 20_000, "num_prompts": 5_000, "num_held_out": 100}
+"""Sizes of `write_data` that a user does not give."""
 VALIDATION_FRACTION = 0.05
 ERROR_RATE = 0.65
 """Share of traces in which the teacher errs."""
@@ -28,7 +29,7 @@ def find_data(task, folder, sizes):
         sizes: Sizes of `write_data` that a user gave.
     """
     if not folder.exists():
-        write_data(task, folder, **sizes)
+        write_data(task, folder, **SIZES | sizes)
         return
     for name, size in sizes.items():
         path = folder / f"{name.removeprefix('num_')}.jsonl"
@@ -38,13 +39,7 @@ def find_data(task, folder, sizes):
 
 
 def write_data(
-    task,
-    folder,
-    *,
-    num_traces=20_000,
-    num_prompts=5_000,
-    num_held_out=100,
-    error_rate=ERROR_RATE,
+    task, folder, *, num_traces, num_prompts, num_held_out, error_rate=ERROR_RATE
 ):
     """Writes the files of a task, each by a seed of its own: all of them or none.
 
@@ -137,9 +132,8 @@ def read_lines(path):
 
 def add_sizes(parser):
     """Adds the sizes of `write_data` to the arguments of a program."""
-    defaults = write_data.__kwdefaults__
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=int, help=f"default: {defaults[name]}")
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, help=f"default: {size}")
 
 
 def sizes_of(given):
@@ -153,7 +147,7 @@ def main():
     parser.add_argument("--output", type=pathlib.Path, default="runs/rl/sums/data")
     add_sizes(parser)
     given = parser.parse_args()
-    write_data(getattr(tasks, given.task), given.output, **sizes_of(given))
+    write_data(getattr(tasks, given.task), given.output, **SIZES | sizes_of(given))
 
 
 if __name__ == "__main__":
