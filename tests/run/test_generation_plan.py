@@ -1,5 +1,7 @@
 """What generation takes is told by `zjax plan --generate`."""
 
+import dataclasses
+
 import pytest
 
 from tests.support import small_llama, small_run
@@ -8,10 +10,12 @@ from tests.support.command_line import typed
 from tests.support.refusals import config_error
 from zjax.cli.planning import plan
 from zjax.config import load_config
+from zjax.estimate.models import add_held, weigh_run
 from zjax.generation.generator import Generator
 from zjax.generation.loading import settings_of_huggingface
 from zjax.generation.sizes import PAGE_SIZE
 from zjax.run.generation_plan import plan_generation, report_generation
+from zjax.sharding.describe import format_bytes
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -56,6 +60,27 @@ def test_a_row_holds_the_window_of_all_layers_and_a_pass():
     cells = {line[0]: line[-1].strip() for line in lines}
     assert cells["row of 4,096 tokens, which holds 704"] == "90.11 kB"
     assert cells["rows that fit, up to max_rows"] == "7"
+
+
+def test_a_rollout_fits_beside_the_state_of_all_models():
+    """Fails if rows of a rollout are counted as if the devices were empty."""
+    given = "rl.objective=ppo", "rl.critic=own", "model.vocab_size=257"
+    rollout = "rl.rollout.max_new_tokens=4", "rl.rollout.num_prompts=2"
+    more = "evaluation.num_batches=0", "evaluation.every_steps=0"
+    config = make_config("zero.stage=0", *given, *rollout, *more)
+    held = add_held(weigh_run(config, 1)).device
+    keys = {"device": "L4", "max_rows": 4, "num_devices": 1}
+    plain = dataclasses.replace(config, rl=None)
+    weights = plan_generation(plain, 1)[1].resident_bytes
+    room = (weights + 4.5 * 8_192) / 1e9  # the sink, and a page for each of three rows
+    text = report_generation(config, **keys, device_gb=room + held / 1e9)
+    lines = [line.split("  ") for line in text.splitlines()]
+    lines = {line[0]: line[-1].strip() for line in lines}
+    assert lines["rows that fit, up to max_rows"] == "4"
+    assert lines["rows of a rollout that fit, up to max_rows"] == "3"
+    told = "state of zjax rl, which a rollout leaves in place"
+    assert lines[told] == format_bytes(held)
+    assert "rollout" not in report_generation(plain, **keys, device_gb=1.0)
 
 
 def test_data_shards_have_rows_and_pages_of_their_own():

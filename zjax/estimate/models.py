@@ -14,7 +14,6 @@ from zjax.settings.axes import axis_sizes
 from zjax.settings.critic import critic_settings
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import (
-    NOTHING,
     MemoryBytes,
     bytes_by_memory,
     stored_bytes,
@@ -69,15 +68,23 @@ def _critic(config: schema.Config) -> ModelBytes:
 def held_beside(config: schema.Config, num_devices: int) -> MemoryBytes:
     """Counts the bytes that models beside a policy hold between steps.
 
+    Arguments are those of `weigh_run`.
+    """
+    return add_held(weigh_run(config, num_devices)[1:])
+
+
+def weigh_run(config: schema.Config, num_devices: int) -> list[ModelBytes]:
+    """Counts the bytes of a policy and of models beside; empty without `rl`.
+
     Args:
         config: Checked settings, whose optimizer is the critic's, too.
         num_devices: Devices of the run.
     """
     if config.rl is None:
-        return NOTHING
+        return []
     config = with_closed_mesh(config, num_devices)
     model = make_model(config)
-    return add_held(weigh_models(config, model, make_optimizer(config, model))[1:])
+    return weigh_models(config, model, make_optimizer(config, model))
 
 
 def add_held(found: Sequence[ModelBytes]) -> MemoryBytes:

@@ -13,6 +13,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.estimate import mesh as mesh_choice
 from zjax.estimate.device_memory import known_memory, named_memory
 from zjax.estimate.link_speed import ASSUMED_DEVICE
+from zjax.estimate.models import add_held, weigh_run
 from zjax.generation.dtypes import COMPUTE, Dtypes
 from zjax.generation.footprint import (
     HOST_BYTES_PER_SECOND,
@@ -76,9 +77,10 @@ def report_generation(
     memory = _find_memory(plan.mesh, device, device_gb)
     num_rows = footprint.fit_rows(memory.num_bytes, max_rows, max_length)
     starts = footprint.start_bytes <= memory.num_bytes
+    rollout = _describe_rollout(config, plan, footprint, memory, max_rows, max_length)
     parts = [
         _describe_device(plan, memory),
-        _describe_bytes(footprint, memory, num_rows, max_length),
+        _describe_bytes(footprint, memory, num_rows, max_length, rollout),
     ]
     if num_rows and starts:
         counts, shards = sorted({1, num_rows}), _count_shards(plan)
@@ -160,9 +162,13 @@ def _describe_device(plan: Plan, memory: Memory) -> str:
 
 
 def _describe_bytes(
-    footprint: Footprint, memory: Memory, num_rows: int, max_length: int
+    footprint: Footprint,
+    memory: Memory,
+    num_rows: int,
+    max_length: int,
+    more: Sequence[tuple[str, str]],
 ) -> str:
-    """Table of the bytes on a device, and of what fits."""
+    """Table of the bytes on a device, and of what fits; ends with further cells."""
     cells = [("weights", format_bytes(footprint.resident_bytes))]
     if not footprint.streamed_bytes:
         start = format_bytes(footprint.start_bytes)
@@ -182,7 +188,27 @@ def _describe_bytes(
         cells.append(("tokens that fit beside the weights", f"{tokens:,}"))
         cells.append((f"pages of {PAGE_SIZE} tokens", f"{tokens // PAGE_SIZE:,}"))
         cells.append(("rows that fit, up to max_rows", f"{num_rows:,}"))
-    return render_table(("", "on a device"), cells, right=(1,))
+    return render_table(("", "on a device"), [*cells, *more], right=(1,))
+
+
+def _describe_rollout(
+    config: Config,
+    plan: Plan,
+    footprint: Footprint,
+    memory: Memory,
+    max_rows: int,
+    max_length: int,
+) -> list[tuple[str, str]]:
+    """Cells on a rollout, beside the state of all models; empty without `rl`."""
+    models = weigh_run(config, plan.mesh.size)
+    if not models:
+        return []
+    held = add_held(models).device
+    rows = footprint.fit_rows(memory.num_bytes - held, max_rows, max_length)
+    return [
+        ("state of zjax rl, which a rollout leaves in place", format_bytes(held)),
+        ("rows of a rollout that fit, up to max_rows", f"{rows:,}"),
+    ]
 
 
 def _describe_steps(
