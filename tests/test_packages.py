@@ -39,6 +39,7 @@ from zjax.serve.metrics import ServerMetrics
 from zjax.serve.server import Server
 from zjax.serve.service import Service
 from zjax.settings import schema
+from zjax.weights import gguf_file
 
 STEP = """
 import jax
@@ -118,6 +119,7 @@ def hidden(monkeypatch):
 
 
 USES = {
+    "gguf": lambda path: gguf_file.open_header(path),
     "grain": lambda path: wrap_batches([], schema.Config(), print),
     "jinja2": lambda path: chat.load_chat(str(path)),
     "lm_eval": lambda path: evaluate_with_harness(object.__new__(Trainer), []),

@@ -112,6 +112,7 @@ class ProcessError(ZjaxError):
 
 
 NEEDED_FOR = {
+    "gguf": "GGUF files",
     "grain": "batches of a loader",
     "jinja2": "chat templates",
     "lm_eval": "tasks of the evaluation harness",

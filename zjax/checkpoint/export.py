@@ -91,13 +91,13 @@ def export_huggingface(
     `path` must be empty or missing, and is renamed once complete. One array with all
     layers is in memory at a time. Only one process may call this.
     """
-    step = store.latest() if step is None else step
-    source, _ = open_weights(store, part, step)
+    chosen = store.resolve(step)
+    source, _ = open_weights(store, part, chosen)
     return write_huggingface(
         store,
         path,
         source,
-        step=step,
+        step=chosen,
         dtype=dtype,
         quantize=quantize,
         max_shard_bytes=max_shard_bytes,
@@ -121,7 +121,7 @@ def write_huggingface(
     has the scales of weights that lie on the grid of `quantize` already.
     """
     config = saved_config(store.extra(step))
-    model, start = config.model, _find_start(config.checkpoint.init_from)
+    model, start = config.model, find_start(config.checkpoint.init_from)
     kind = huggingface.find_kind(model)
     huggingface.report_dropouts(model, kind)
     place = str(store.directory)
@@ -145,7 +145,7 @@ def write_huggingface(
     return _num_bytes(path)
 
 
-def _find_start(start: str) -> pathlib.Path | None:
+def find_start(start: str) -> pathlib.Path | None:
     """Finds the Hugging Face checkpoint at the beginning of a chain of runs."""
     # Ends a cycle of runs that start from one another.
     seen = set[str]()

@@ -17,7 +17,7 @@ from zjax.errors import CheckpointError
 from zjax.files import local_path
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.average import Part, choose_part
-from zjax.weights import adapters, layers
+from zjax.weights import adapters, gguf_file, layers
 from zjax.weights import source as sources
 from zjax.weights.codes import without_codes
 from zjax.weights.config_json import CONFIG_NAME, model_settings
@@ -41,6 +41,8 @@ def names_huggingface(run: str) -> bool:
     if not run:
         return False
     folder = pathlib.Path(local_path("run", run))
+    if folder.suffix == gguf_file.ENDING:
+        return True
     return (folder / CONFIG_NAME).is_file() and not (folder / "checkpoints").exists()
 
 
@@ -102,6 +104,8 @@ def open_source(path: str) -> sources.Source:
     """Opens safetensors files or a run, by tensor name."""
     place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     steps = find_steps(place)
+    if place.suffix == gguf_file.ENDING:
+        return gguf_file.source_of(gguf_file.open_header(place))
     if steps is None:
         return open_files(path, place)
     return open_run(Store(str(steps)))
@@ -116,10 +120,15 @@ def open_run(store: Store) -> sources.Source:
 
 
 def find_config(init_from: str) -> pathlib.Path | None:
-    """Finds the config.json beside the weights of `checkpoint.init_from`."""
+    """Finds the config.json beside the weights of `checkpoint.init_from`.
+
+    A GGUF file holds the values itself.
+    """
     if not init_from:
         return None
     place = pathlib.Path(local_path("checkpoint.init_from", init_from))
+    if place.suffix == gguf_file.ENDING:
+        return place
     path = (place if place.is_dir() else place.parent) / CONFIG_NAME
     return path if find_steps(place) is None and path.exists() else None
 

@@ -18,6 +18,7 @@ from absl import flags, logging
 
 from zjax.checkpoint import steps
 from zjax.checkpoint.export import export_huggingface, export_peft, export_safetensors
+from zjax.checkpoint.export_gguf import export_gguf
 from zjax.checkpoint.start import names_huggingface, saved_parts, settings_of_weights
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.verify import describe_verdicts, exit_status, inspect_steps
@@ -57,6 +58,7 @@ from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import PARTS, Part, choose_part, parts_of, with_part
 from zjax.weights.compressed_tensors import SCHEMES
+from zjax.weights.gguf_file import TYPES
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
@@ -285,10 +287,11 @@ def evaluate(config: Config, given: flags.FlagValues) -> None:
 _FORMATS = {
     "safetensors": ("model.safetensors", export_safetensors),
     "hf": ("huggingface", export_huggingface),
+    "gguf": ("model.gguf", export_gguf),
     "peft": ("adapter", export_peft),
 }
 """Default name of the output, and the function that writes it, by format."""
-_QUANTIZED = {"hf": (*SCHEMES,)}
+_QUANTIZED = {"hf": (*SCHEMES,), "gguf": TYPES}
 """Layouts of quantised matrices, by format."""
 
 
@@ -328,8 +331,8 @@ EXPORT = Command(
         ),
         choice(
             "format",
-            "One file with the names of zjax, or a folder for transformers; "
-            "peft has adapters alone.",
+            "One file with the names of zjax, a folder for transformers, or one file "
+            "for llama.cpp; peft has adapters alone.",
             "safetensors",
             enum_values=[*_FORMATS],
         ),

@@ -129,8 +129,11 @@ def open_huggingface(directory: str) -> Opened:
     directory = local_path("model", directory)
     config = settings_of_huggingface(directory)
     adapt = functools.partial(_adapted, config=config)
-    tokenizer = load_tokenizer(os.path.join(directory, TOKENIZER_NAME))
-    prompts = Prompts(tokenizer, directory)
+    # A GGUF file has the files of a tokenizer beside it.
+    is_file = os.path.isfile(directory)
+    folder = os.path.dirname(directory) if is_file else directory
+    tokenizer = load_tokenizer(os.path.join(folder, TOKENIZER_NAME))
+    prompts = Prompts(tokenizer, folder)
     return read_decoder(*plan_weights(config), prompts, directory, adapt)
 
 

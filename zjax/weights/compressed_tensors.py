@@ -167,11 +167,11 @@ _GROUPS = "config_groups"
 def unread_parts(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields keys and values of a `quantization_config` that zjax does not read."""
     groups = found.get(_GROUPS)
-    values = [*groups.values()] if isinstance(groups, dict) else []
-    if len(values) != 1 or not isinstance(values[0], dict):
+    pairs = [*groups.items()] if isinstance(groups, dict) else []
+    if len(pairs) != 1 or not isinstance(pairs[0][1], dict):
         yield _GROUPS, groups
         return
-    group, prefix = values[0], f"{_GROUPS}.{next(iter(groups))}"
+    group, prefix = pairs[0][1], f"{_GROUPS}.{pairs[0][0]}"
     weights, layout = group.get("weights"), found.get("format")
     if not isinstance(weights, dict):
         yield f"{prefix}.weights", weights

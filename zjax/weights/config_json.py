@@ -13,7 +13,7 @@ from zjax.files import local_path, parse_json, read_text
 from zjax.settings import choices, convert, schema
 from zjax.settings.mixture import experts_by_layer
 from zjax.settings.ranges import MAX_LAYERS
-from zjax.weights import codes, rotation
+from zjax.weights import codes, gguf_file, gguf_names, rotation
 from zjax.weights.families import FAMILIES
 from zjax.weights.family import (
     BOOKKEEPING,
@@ -116,7 +116,7 @@ def model_settings(directory: str | os.PathLike[str], **changes: Any) -> dict[st
         (0.1, 0.0)
     """
     folder = pathlib.Path(local_path("directory", directory))
-    path = folder / CONFIG_NAME
+    path = folder if folder.suffix == gguf_file.ENDING else folder / CONFIG_NAME
     values = read_config(path) | changes
     family = find_family(values, path)
     values = _with_usual_names(values, family)
@@ -141,6 +141,8 @@ def read_config(
     path: pathlib.Path, what: str = "a Hugging Face checkpoint"
 ) -> dict[str, Any]:
     """Reads a JSON file of `what`, such as a config.json, as a dict."""
+    if path.suffix == gguf_file.ENDING:
+        return _read_gguf(path)
     name, remedy = path.name, f"give the directory of {what}"
     if fault := find_fault(path):
         raise ConfigError(Problem(name, str(path), fault, remedy))
@@ -153,6 +155,14 @@ def read_config(
         problem = f"is a {type(values).__name__}, not an object"
         raise ConfigError(Problem(name, str(path), problem, remedy))
     return values
+
+
+def _read_gguf(path: pathlib.Path) -> dict[str, Any]:
+    """Reads the metadata of a GGUF file as the values of a config.json."""
+    header = gguf_file.open_header(path)
+    check(gguf_names.unread_faults(header.metadata), path)
+    source = gguf_file.source_of(header)
+    return gguf_names.values_of(header.metadata, source.entries, source.read_all)
 
 
 def find_family(values: Mapping[str, Any], path: pathlib.Path) -> Family:

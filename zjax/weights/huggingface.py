@@ -14,7 +14,7 @@ from zjax.ops.rotary import attention_factor
 from zjax.settings import choices, convert, schema
 from zjax.settings.derived import as_set
 from zjax.settings.mixture import experts_by_layer
-from zjax.weights import config_json, layers
+from zjax.weights import config_json, gguf_file, gguf_names, layers
 from zjax.weights.codes import find_quantized
 from zjax.weights.families import FAMILIES
 from zjax.weights.family import Family, window_values
@@ -51,6 +51,8 @@ def adapted(
         free.add("vocab_size")
     mine, theirs = (config_json.entries_of(each, settings) for each in (given, model))
     _check_model(mine, theirs, free, path)
+    if path.suffix == gguf_file.ENDING:
+        source = gguf_names.from_gguf(source, model, values["model_type"])
     prefix = _find_prefix(source, family)
     layouts = dict(layouts_of(_renamed(source, family, prefix), model))
     ignored = _find_ignored(source, family, model)

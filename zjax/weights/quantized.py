@@ -5,7 +5,7 @@ scales are given, and codes are recovered without a further rounding.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -213,7 +213,11 @@ def shared_scales(name: str, scales: np.ndarray) -> np.ndarray:
 
 
 def codes_on_grid(
-    name: str, groups: np.ndarray, scales: np.ndarray, rounding: Any, dtype: str
+    name: str,
+    groups: np.ndarray,
+    scales: np.ndarray,
+    rounding: Callable[[np.ndarray], np.ndarray],
+    dtype: str = "float32",
 ) -> np.ndarray:
     """Recovers the codes of weights that are products of codes and scales."""
     quotients = groups / scales[..., np.newaxis]
