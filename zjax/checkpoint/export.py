@@ -59,7 +59,7 @@ def export_safetensors(
         ConfigError: The checkpoint does not hold that part.
     """
     step = store.latest() if step is None else step
-    source, part = open_weights(store, part, step)
+    source, part = open_weights(store, part, step, rounds=True)
     source = layers.untiled(cached(source))
     source = layers.restacked(source, list(layers.stack_all(source.entries)))
     source = cast(source, dtype)
@@ -92,7 +92,7 @@ def export_huggingface(
     layers is in memory at a time. Only one process may call this.
     """
     chosen = store.resolve(step)
-    source, _ = open_weights(store, part, chosen)
+    source, _ = open_weights(store, part, chosen, rounds=True)
     return write_huggingface(
         store,
         path,

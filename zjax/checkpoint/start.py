@@ -23,6 +23,7 @@ from zjax.weights.codes import without_codes
 from zjax.weights.config_json import CONFIG_NAME, model_settings
 from zjax.weights.files import open_files, tensor_name
 from zjax.weights.pieces import Read, place_pieces
+from zjax.weights.rounded import rounded
 from zjax.weights.saved import place_slices
 
 Adapt = Callable[[sources.Source, Mapping[str, sources.Entry]], sources.Source]
@@ -155,8 +156,12 @@ def open_weights(
     step: int | None = None,
     *,
     merges_adapters: bool = True,
+    rounds: bool = False,
 ) -> tuple[sources.Source, Part]:
-    """Opens weights by path in the model, and returns the chosen kind as well."""
+    """Opens weights by path in the model, and returns the chosen kind as well.
+
+    With `rounds`, matrices of a run with `quantize` have the values of their codes.
+    """
     step = store.latest() if step is None else step  # fixed: newer ones may appear
     saved = store.source(step)
     chosen = choose_part(part, saved_parts(saved.entries))
@@ -168,9 +173,12 @@ def open_weights(
     )
     if not merges_adapters:
         return source, chosen
-    lora = saved_config(store.extra(step)).lora
+    config = saved_config(store.extra(step))
     whole = without_codes(source)
-    return adapters.merged(whole, lora) if lora else whole, chosen
+    # Adapters learned beside rounded matrices.
+    if config.quantize and (rounds or config.lora):
+        whole = rounded(whole, config)
+    return adapters.merged(whole, config.lora) if config.lora else whole, chosen
 
 
 def averaged(source: sources.Source) -> sources.Source:

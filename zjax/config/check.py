@@ -8,10 +8,17 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from zjax.config import effect, model_rules, preference_rules, rl_rules
+from zjax.config import (
+    effect,
+    model_rules,
+    preference_rules,
+    quantize_rules,
+    rl_rules,
+)
 from zjax.errors import ConfigError, Problem
 from zjax.schedule import dropping
 from zjax.settings import axes, batch, layers, parameters, ranges, replicas, schema
+from zjax.settings.quantize import Rule
 
 _UNUSED_OPTIMIZER = schema.Optimizer(schedule=schema.Constant(num_warmup_steps=0))
 
@@ -250,7 +257,7 @@ def _cycle(
 
 
 def _patterns(
-    field: str, entries: Sequence[schema.ParamGroup | schema.DimRule]
+    field: str, entries: Sequence[schema.ParamGroup | schema.DimRule | Rule]
 ) -> Iterator[Problem]:
     """Yields regular expressions that do not compile, or never match."""
     seen: dict[str, str] = {}
@@ -282,6 +289,13 @@ def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
             problem = "has no effect on parameters that are frozen"
             remedy = "leave it at -1.0, or a learning_rate_scale above 0"
             yield Problem(f"{path}.weight_decay", group.weight_decay, problem, remedy)
+
+
+def _rounding(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields problems of `quantize`."""
+    if config.quantize:
+        yield from _patterns("quantize.rules", config.quantize.rules)
+    yield from quantize_rules.rounding_problems(config, num_devices)
 
 
 def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -370,6 +384,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     ((), _rules),
     ((), _groups),
     (("lora", "mesh"), parameters.adapter_problems),
+    ((), _rounding),
     ((), _checkpoint),
     (("num_steps", "distill"), _distill),
     (

@@ -28,6 +28,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "lora.form": ("lora", None),
     "lora.dropout": (0.0, None),
     "lora.quantize": (None,),
+    "quantize": (None,),
 }
 """Values beside which log-probabilities of a token are the same bits, by setting,
 the first to be advised."""

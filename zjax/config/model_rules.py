@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 from zjax.config.invariance import invariance_problems
+from zjax.config.quantize_rules import rounded_model_problems
 from zjax.errors import Problem
 from zjax.files import META_NAME, parse_json, read_text
 from zjax.schedule import buckets, dropping, lengths
@@ -288,6 +289,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     ((), _offload),
     ((), _attention),
     ((), invariance_problems),
+    (("quantize",), rounded_model_problems),
     (("data", "model"), attention.sparsity_problems),
     (("data", "model", "mesh"), sequence.sequence_problems),
     (("data", "model"), _length),

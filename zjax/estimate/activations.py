@@ -125,7 +125,7 @@ def _shape_of(config: schema.Config, is_ring: bool) -> schema.Config:
         activation_memory="device",
         attention=schema.Cudnn() if is_ring else config.model.attention,
     )
-    kept = ("lora", "precision", "deterministic", "data")
+    kept = ("lora", "quantize", "precision", "deterministic", "data")
     settings = {name: getattr(config, name) for name in kept}
     return dataclasses.replace(schema.Config(), model=model, **settings)
 

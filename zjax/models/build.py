@@ -11,7 +11,7 @@ from absl import logging
 from flax import nnx
 
 from zjax.jaxprs.versions import dtype_promotion
-from zjax.models import lora, qlora
+from zjax.models import lora, qlora, rounded
 from zjax.models.continuation import decoder_stack
 from zjax.models.layers import MatmulDtype
 from zjax.models.nnx import logical_of, nest, values_of
@@ -21,6 +21,7 @@ from zjax.ops.keys import fold_name
 from zjax.settings import schema
 from zjax.settings.layers import layers_per_scan
 from zjax.settings.mixture import describe_future
+from zjax.settings.quantize import Quantize
 from zjax.settings.schema import Config
 from zjax.sharding.naming import path_of
 from zjax.stack.forward import loss_of
@@ -39,8 +40,9 @@ def make_model(config: Config) -> Model:
     the divergence from the teacher's logits.
 
     Args:
-        config: Settings; read for `model`, `lora`, `precision`, `deterministic`,
-            `data.length`, and whether each block runs as a separate program.
+        config: Settings; read for `model`, `lora`, `quantize`, `precision`,
+            `deterministic`, `data.length`, and whether each block runs as a separate
+            program.
 
     Returns:
         Model as pure functions and as a stack of blocks.
@@ -58,7 +60,7 @@ def make_model(config: Config) -> Model:
     if config.precision.batch_invariant:
         how["batch_invariant"] = True
     precision, length = config.precision.matmul_dtype, config.data.length
-    return _build(model, precision, length, config.lora, **how)
+    return _build(model, precision, length, config.lora, config.quantize, **how)
 
 
 # One command builds the same model to plan host memory, to choose a mesh, and to run;
@@ -69,6 +71,7 @@ def _build(
     matmul_dtype: MatmulDtype,
     length: int,
     adapters: schema.Lora | None,
+    rules: Quantize | None,
     **options: bool,
 ) -> Model:
     """Builds the model of the given shape; equal arguments share the result."""
@@ -90,6 +93,8 @@ def _build(
         # After `attach`, which for DoRA reads the columns of the exact kernels.
         if adapters and adapters.quantize:
             qlora.quantize_kernels(module, adapters.quantize, adapters.also_train)
+        if rules:
+            rounded.attach(module, rules)
         return module
 
     # One row: shapes depend on no batch size.

@@ -4,7 +4,9 @@ Matrices may become codes on the way. Latent attention absorbs the matrix behind
 latents.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +26,10 @@ from zjax.models.layers import (
     join_kernels,
 )
 from zjax.models.mixture import MixtureOfExperts
+from zjax.models.rounded import rounded_layers
 from zjax.models.stack import Decoder
-from zjax.ops.narrow import WeightDtype
+from zjax.ops.narrow import GROUP, WeightDtype
+from zjax.ops.rounding import group_size
 from zjax.parallel import tensor
 from zjax.typing import Params
 from zjax_kernels import lay_router
@@ -59,6 +63,11 @@ def streaming(
             if isinstance(layer.attention, LatentAttention):
                 layer.attention.absorb()
             linears = [linear for _, linear in _linears_of(layer)]
+            for module in rounded_layers(layer).values():
+                # `layer_joiner` rounds kernels once, or makes codes of them.
+                is_plain = module.rounding.activations == "compute"
+                rule = dataclasses.replace(module.rounding, weights="compute")
+                module.rounding = None if is_plain else rule
             for linear in linears:
                 if weight_dtype != "compute":
                     linear.matmul_dtype = "compute"  # of training
@@ -80,6 +89,14 @@ def _linears_of(layer: Block) -> Iterator[tuple[tuple[str, ...], Linear]]:
     for path, module in [*nnx.iter_modules(layer)]:
         if isinstance(module, Linear):
             yield tuple(map(str, path)), module
+
+
+def _rounded_at(path: Sequence[str], module: Any, params: Any) -> Any:
+    """Rounds the kernel of a layer in the parameters of a module `path` away."""
+    if not path:
+        return params | {"kernel": module.rounded(params["kernel"])}
+    inner = _rounded_at(path[1:], module, params[path[0]])
+    return params | {path[0]: inner}
 
 
 def _stream_experts(layer: Block, experts: MixtureOfExperts) -> None:
@@ -130,6 +147,8 @@ def _is_plain(linear: Linear | None) -> bool:
     """Whether a layer is a product with a kernel in the dtype of the rows."""
     if linear is None or linear.lora is not None or linear.scales is not None:
         return False
+    if linear.rounding is not None:
+        return False  # rounds what enters
     return linear.matmul_dtype == "compute"
 
 
@@ -166,13 +185,18 @@ def _layer_joiner(
 ) -> Callable[[Params], Params]:
     """Returns the function from parameters of a layer to parameters as streamed."""
     groups, mlp, attention = [*_groups_of(streamed)], streamed.mlp, layer.attention
+    rounded = rounded_layers(layer) if weight_dtype == "compute" else {}
     has_laid = isinstance(mlp, MixtureOfExperts) and mlp.router.laid is not None
     absorb = None
     # A batch-invariant layer makes these matrices as in training.
     if isinstance(attention, LatentAttention) and not layer.invariant:
         absorb = attention.absorber()
+        # Rounded when the matrix is absorbed.
+        rounded.pop("attention/key_value", None)
 
     def lay(params: Params) -> Params:
+        for path, module in rounded.items():
+            params = _rounded_at(path.split("/"), module, params)
         params = _join_layer(groups, weight_dtype, params)
         if absorb is not None:
             params = params | {"attention": absorb(params["attention"])}
@@ -231,10 +255,12 @@ def _join_group(
 def code_problems(model: Decoder, weight_dtype: WeightDtype) -> Iterator[Problem]:
     """Yields what of a decoder cannot be stored as codes."""
     merge = "merge them by zjax export, or use 'compute'"
+    trained = _other_codes(model, weight_dtype)
     reasons = (
         (bool(model.config.moe), "experts", "use 'compute'"),
         (model.config.mlp_tiles > 1, "tiles of feed-forwards", "use 'compute'"),
         (_has_adapters(model), "matrices with adapters", merge),
+        (bool(trained), f"matrices that learned {trained}", "use 'compute'"),
         (
             tensor.num_shares() > 1,
             "matrices that the tensor axis splits",
@@ -245,6 +271,21 @@ def code_problems(model: Decoder, weight_dtype: WeightDtype) -> Iterator[Problem
         if holds:
             problem = f"stores no codes of {what}"
             yield Problem("weight_dtype", weight_dtype, problem, remedy)
+
+
+def _other_codes(model: Decoder, weight_dtype: WeightDtype) -> str:
+    """Describes codes other than `weight_dtype` with which a decoder was trained."""
+    most = {"int4": GROUP}.get(weight_dtype, 0)
+    for _, layer in nnx.iter_modules(model):
+        if not isinstance(layer, Linear) or layer.rounding is None:
+            continue
+        rule = layer.rounding
+        depth = math.prod(layer.kernel.shape[-layer.num_inputs - layer.num_outputs :])
+        depth //= math.prod(layer.output_sizes)
+        trained, stored = (group_size(depth, n) for n in (rule.group_size, most))
+        if (rule.weights, trained) != (weight_dtype, stored):
+            return f"{rule.weights} in groups of {trained}, not {stored}"
+    return ""
 
 
 def _has_adapters(model: Decoder) -> bool:

@@ -27,6 +27,7 @@ from zjax.ops.remat import materialize, materialize_gradient
 from zjax.ops.rotary import score_factor
 from zjax.parallel import sequence, tensor
 from zjax.settings import schema
+from zjax.settings.quantize import Rule
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import first_row
 from zjax_kernels import norm
@@ -188,6 +189,8 @@ class Linear(nnx.Module):
         """Whether the caller adds a `Product` to the stream."""
         self.invariant = False
         """Whether sums have one order, see `zjax.ops.invariant`."""
+        self.rounding: Rule | None = None
+        """Codes to whose values kernel and inputs are rounded, see `rounded`."""
         self.lora: Any = nnx.data(None)  # an adapter of `zjax.models.lora`, if any
         # Of codes in `kernel` (`zjax.models.qlora`), or in `joined`.
         self.scales: Any = nnx.data(None)
@@ -202,6 +205,9 @@ class Linear(nnx.Module):
         """Multiplies the last dims of `x`; policies save the product by `name`."""
         if self.defers:
             return Product(x, self.streamed(), self.num_inputs)
+        if self.joined is not None or self.is_row_sharded:
+            # Devices see a part of the channels of a row-sharded layer.
+            x = self._rounded_rows(x)
         if self.joined is not None:
             y = matmul.dot_few_rows(x, self.streamed(), self.num_inputs)
             return self.finish(y, self.output_sizes, name)
@@ -232,6 +238,8 @@ class Linear(nnx.Module):
     ) -> Float[Array, "..."]:
         """Multiplies by a kernel or a shard, and an adapter; merges output dims."""
         y: Any
+        if not self.is_row_sharded:
+            x = self._rounded_rows(x)
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         if self.scales is not None:
             scales = self.scales[...]
@@ -275,7 +283,8 @@ class Linear(nnx.Module):
 
     def matrix(self, arrange: Arrange) -> tuple[Array, ...]:
         """Returns kernel and adapter factors, with arranged rows or columns."""
-        matrix = (self.kernel[...], *(() if self.lora is None else self.lora.factors))
+        kernel = self.rounded(self.kernel[...])
+        matrix = (kernel, *(() if self.lora is None else self.lora.factors))
         dims = (None, None, None)
         if self.is_column_sharded:
             # An adapter is split like the kernel: columns of `b`, or rows of `a`.
@@ -286,6 +295,18 @@ class Linear(nnx.Module):
             x if dim is None else arrange(x, dim)
             for x, dim in zip(matrix, dims, strict=False)
         )
+
+    def rounded(self, kernel: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Rounds a kernel to the values of its codes, if the layer has a rule."""
+        if self.rounding is None:
+            return kernel
+        return rounding.rounded_kernel(kernel, self.rounding, self.num_outputs)
+
+    def _rounded_rows(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Rounds the inputs of the layer by token, if the layer has a rule."""
+        if self.rounding is None:
+            return x
+        return rounding.rounded_rows(x, self.rounding.activations, self.num_inputs)
 
     def _columns(self, x, dim, arrange):
         return arrange(x, dim) if self.is_column_sharded else x

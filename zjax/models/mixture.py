@@ -30,9 +30,11 @@ from zjax.moe.few_rows import (
 from zjax.moe.few_rows import Activation as FewRowsActivation
 from zjax.moe.in_order import apply_experts_in_order
 from zjax.moe.router import Router, RouterArrays, Routing, route, router_logits
+from zjax.ops import rounding
 from zjax.ops.keys import fold_in
 from zjax.parallel import tensor
 from zjax.settings import schema
+from zjax.settings.quantize import Rule
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import first_row, open_size
 from zjax.typing import Auxiliary, RecordExperts
@@ -47,6 +49,15 @@ class Matrix(nnx.Module):
     def __init__(self, kernel: layers.Dims, initial: Any, bias: layers.Dims = ()):
         self.kernel = layers.make_param(kernel, initial)
         self.bias = layers.make_param(bias, jnp.zeros) if bias else None
+        self.num_inputs, self.num_outputs = 1, len(kernel) - 2
+        self.rounding: Rule | None = None
+        """Codes to whose values the kernel of each expert is rounded."""
+
+    def rounded(self, kernel: Float[Array, "E ..."]) -> Float[Array, "E ..."]:
+        """Rounds the kernels of all experts, if the layer has a rule."""
+        if self.rounding is None:
+            return kernel
+        return rounding.rounded_kernel(kernel, self.rounding, self.num_outputs, 1)
 
 
 class RouterMatrix(nnx.Module):
@@ -123,7 +134,7 @@ class ExpertMatrices(nnx.Module):
 
     def values(self) -> Experts:
         """Returns the parameters in the form that `apply_experts` reads."""
-        up, down = self.up.kernel[...], self.down.kernel[...]
+        up, down = (x.rounded(x.kernel[...]) for x in (self.up, self.down))
         up_bias = down_bias = None
         if self.up.bias is not None and self.down.bias is not None:
             up_bias, down_bias = self.up.bias[...], self.down.bias[...]

@@ -15,6 +15,7 @@ from zjax.estimate.mesh import choose_mesh, is_open
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import adapter
 from zjax.models.contract import with_cast
+from zjax.models.rounded import round_params
 from zjax.optim.build import with_clipping_as_set
 from zjax.run.batch import with_batch_sizes
 from zjax.run.build import Run, start_run, unread_schedule
@@ -150,6 +151,8 @@ def prepare(
             cast=cast,
             adapters=config.lora,
         )
+        if config.quantize:
+            model = round_params(model, config.quantize)
     else:
         model = dataclasses.replace(model, entries=entries)
         model = with_cast(model, batch, cast)

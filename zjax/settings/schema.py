@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from zjax.settings import derived, ranges
 from zjax.settings import preference as preferences
+from zjax.settings import quantize as quantization
 from zjax.settings import rl as reinforcement
 from zjax.settings.choices import Choice, section
 
@@ -1610,6 +1611,10 @@ class Config:
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = None
+    quantize: quantization.Quantize | None = None
+    """Rules by which training rounds matrices and activations in the forward pass, so
+    that the run learns the values of the codes (quantisation-aware training,
+    arXiv:1712.05877)."""
     distill: Distill | None = None
     preference: (
         preferences.Dpo

@@ -1,0 +1,72 @@
+"""Checks the rules of rounding, and settings that would undo or hide rounding."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from zjax.errors import Problem
+from zjax.settings import choices, schema
+from zjax.settings.quantize import Rule
+
+_LEAVE = "leave quantize out"
+_ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "precision.matmul_dtype": (("compute",), "rounds to other codes"),
+    "model.kind": (("decoder",), "has no rounded matrices"),
+    "lora.form": (("lora", None), "measures columns of matrices that are not rounded"),
+    "lora.quantize": ((None,), "stores codes of matrices, which training rounds again"),
+    "rl": ((None,), "has not been built for rounded matrices"),
+    "preference": ((None,), "has not been built for rounded matrices"),
+}
+"""Values that go with rules of rounding, and why others do not, by setting."""
+_ALLOWED_WITH_ACTIVATIONS: dict[str, tuple[Any, ...]] = {
+    "lora": (None,),
+    "model.latent": (None,),
+}
+
+
+def rounding_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields rules that round nothing, or to codes that do not exist."""
+    if config.quantize is None:
+        return
+    rules = config.quantize.rules
+    if all((x.weights, x.activations) == ("compute", "compute") for x in rules):
+        remedy = f"give a rule with weights='int4', or {_LEAVE}"
+        yield Problem("quantize.rules", [*rules], "rounds nothing", remedy)
+    for number, rule in enumerate(rules):
+        yield from _rule_problems(f"quantize.rules[{number}]", rule)
+
+
+def _rule_problems(path: str, rule: Rule) -> Iterator[Problem]:
+    """Yields groups and activations that do not go with the codes of a rule."""
+    size, weights = rule.group_size, rule.weights
+    if weights == "mxfp4" and size != Rule.MX_GROUP:
+        problem = "is no group of weights='mxfp4'"
+        yield Problem(f"{path}.group_size", size, problem, f"use {Rule.MX_GROUP}")
+    elif size == 1:
+        problem = "lets no inputs share a scale"
+        remedy = "use 2 or more, or 0 for all inputs of an output"
+        yield Problem(f"{path}.group_size", size, problem, remedy)
+    if rule.activations != "compute" and weights in ("nf4", "mxfp4"):
+        problem = f"has no products with weights={weights!r}"
+        remedy = "use 'compute', or weights='int4'"
+        yield Problem(f"{path}.activations", rule.activations, problem, remedy)
+
+
+def rounded_model_problems(
+    config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
+    """Yields settings of a built-in model that do not go with rounded matrices."""
+    if config.quantize is None:
+        return
+    for name, (allowed, reason) in _ALLOWED.items():
+        if (value := choices.value_at(config, name)) not in allowed:
+            remedy = f"use {allowed[0]!r}, or {_LEAVE}"
+            yield Problem(name, value, f"{reason}: quantize is set", remedy)
+    for number, rule in enumerate(config.quantize.rules):
+        if rule.activations == "compute":
+            continue
+        for name, allowed in _ALLOWED_WITH_ACTIVATIONS.items():
+            if (value := choices.value_at(config, name)) not in allowed:
+                field = f"quantize.rules[{number}].activations"
+                problem = f"is not built for {name}={value!r}"
+                remedy = f"use 'compute', or {allowed[0]!r} there"
+                yield Problem(field, rule.activations, problem, remedy)

@@ -1,0 +1,225 @@
+"""Models whose forward pass rounds matrices to codes: quantisation-aware training.
+
+Matrices are rounded in the compute dtype, whole, in each pass, and gradients pass the
+rounding unchanged (Jacob et al., arXiv:1712.05877). Beside adapters the frozen matrices
+are rounded and the adapters are not, as in the QAT of torchao with LoRA.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core import meta
+
+from zjax.errors import ConfigError, Problem
+from zjax.models import layers
+from zjax.models.mixture import Matrix
+from zjax.ops.rounding import group_size, rounded_kernel
+from zjax.settings.parameters import is_adapter
+from zjax.settings.quantize import Quantize, Rule
+from zjax.sharding.naming import path_of
+from zjax.sharding.placement import abstract_key
+from zjax.typing import Model, Params
+
+KERNEL = "kernel"
+
+
+def attach(module: nnx.Module, settings: Quantize) -> None:
+    """Gives the linear layers of a built-in model the first rule that matches each.
+
+    Experts are layers, too, such as `blocks/mlp/experts/up`.
+    """
+    found = {
+        "/".join(map(str, parts)): layer
+        for parts, layer in nnx.iter_modules(module)
+        if isinstance(layer, layers.Linear | Matrix)
+    }
+    check_patterns(found, settings)
+    check_groups({path: _depth(layer) for path, layer in found.items()}, settings)
+    for path, layer in found.items():
+        rule = settings.rule_of(path)
+        is_read = rule and (rule.weights, rule.activations) != ("compute", "compute")
+        layer.rounding = rule if is_read else None
+        if rule and rule.activations != "compute" and isinstance(layer, Matrix):
+            problem = f"rounds no tokens of experts, such as {path}"
+            remedy = "use 'compute' in a rule before, with pattern='experts'"
+            field = f"quantize.rules[{settings.rules.index(rule)}].activations"
+            raise ConfigError(Problem(field, rule.activations, problem, remedy))
+
+
+def rounded_layers(module: nnx.Module) -> dict[str, Any]:
+    """Returns the layers of a module that round their matrices, by path."""
+    return {
+        "/".join(map(str, parts)): layer
+        for parts, layer in [*nnx.iter_modules(module)]
+        if getattr(layer, "rounding", None) is not None
+    }
+
+
+def check_patterns(paths: Iterable[str], settings: Quantize) -> None:
+    """Refuses rules that are the first to match for no linear layer."""
+    paths = list(paths)
+    used = [settings.rule_of(path) for path in paths]
+    remedy = "give a model with linear layers"
+    if paths:
+        remedy = f"layers look like {', '.join(paths[:3])}"
+    problems = []
+    for number, rule in enumerate(settings.rules):
+        field = f"quantize.rules[{number}].pattern"
+        if not any(map(rule.matches, paths)):
+            problem = "matches no linear layer"
+            problems.append(Problem(field, rule.pattern, problem, remedy))
+        elif rule not in used or rule in settings.rules[:number]:
+            problem = "matches no layer that an earlier rule leaves"
+            order = "put it before, or leave it out"
+            problems.append(Problem(field, rule.pattern, problem, order))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _depth(layer: Any) -> int:
+    """Counts the inputs of a matrix of a built-in layer."""
+    kernel = layer.kernel
+    last = kernel.ndim - layer.num_outputs
+    return math.prod(kernel.shape[last - layer.num_inputs : last])
+
+
+def check_groups(depths: Mapping[str, int], settings: Quantize) -> None:
+    """Refuses sizes of groups that let no inputs of some layer share a scale."""
+    problems = []
+    for number, rule in enumerate(settings.rules):
+        own = {p: n for p, n in depths.items() if settings.rule_of(p) is rule}
+        if rule.weights == "compute":
+            continue
+        if odd := [n for n in own.values() if n % Rule.MX_GROUP]:
+            problem = f"needs inputs that {Rule.MX_GROUP} divides, not {odd[0]}"
+            field = f"quantize.rules[{number}].weights"
+            if rule.weights == "mxfp4":
+                problems.append(Problem(field, "mxfp4", problem, "use 'int4'"))
+        single = [p for p, n in own.items() if group_size(n, rule.group_size) == 1 < n]
+        if single and rule.weights != "mxfp4":
+            depth = own[single[0]]
+            problem = f"lets none of the {depth} inputs of {single[0]} share a scale"
+            field = f"quantize.rules[{number}].group_size"
+            remedy = f"use {depth}, or 0 for one scale of all inputs"
+            problems.append(Problem(field, rule.group_size, problem, remedy))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def round_params(model: Model, settings: Quantize) -> Model:
+    """Makes a model read rounded parameters, whatever library wrote the model.
+
+    Matrices are parameters of two dims or more whose path matches a rule, `/kernel` at
+    the end left out. The last dim is the outputs and all others are inputs; a first dim
+    of the logical name `layers` or `experts` is a stack of matrices. Gradients pass the
+    rounding unchanged.
+
+    Args:
+        model: Model as pure functions.
+        settings: Rules without activations.
+
+    Returns:
+        Model with equal parameters, whose loss and modules read rounded ones. It has no
+        stack of blocks, so that pipelines and offloaded blocks refuse it.
+
+    Raises:
+        ConfigError: A rule matches no matrix, or rounds activations.
+
+    Example:
+        >>> import jax.numpy as jnp, zjax
+        >>> from zjax.settings.quantize import Quantize
+        >>> init = lambda key: {"w": jnp.ones((16, 1))}
+        >>> apply = lambda params, x: x @ params["w"]
+        >>> loss = lambda model, batch, key: jnp.mean(model(batch) ** 2)
+        >>> model = zjax.adapt((init, apply), loss, jnp.ones((2, 16)))
+        >>> bool(round_params(model, Quantize()).bind is model.bind)
+        False
+
+    Reference:
+        Jacob et al. (arXiv:1712.05877).
+    """
+    _check_activations(settings)
+    params, _ = jax.eval_shape(model.init, abstract_key())
+    stacked = _num_stacked(model, params)
+    check_patterns(stacked, settings)
+    check_groups(_depths(params, stacked), settings)
+
+    def one(path: str, x: Any) -> Any:
+        layer = _layer_of(path)
+        rule = settings.rule_of(layer) if layer in stacked else None
+        return x if rule is None else rounded_kernel(x, rule, 1, stacked[layer])
+
+    def rounded(params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(lambda k, x: one(path_of(k), x), params)
+
+    bind, loss = model.bind, model.loss
+    return dataclasses.replace(
+        model,
+        # A stack and layers taken apart would read the parameters past the rounding.
+        stack=None,
+        takes_layers_apart=False,
+        loss=lambda params, *others: loss(rounded(params), *others),
+        bind=lambda params, state: bind(rounded(params), state),
+    )
+
+
+def _check_activations(settings: Quantize) -> None:
+    """Refuses rules for activations, which only built-in layers read."""
+    problems = [
+        Problem(
+            f"quantize.rules[{number}].activations",
+            rule.activations,
+            "rounds what enters layers of the built-in models alone",
+            "use 'compute'",
+        )
+        for number, rule in enumerate(settings.rules)
+        if rule.activations != "compute"
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _depths(params: Params, stacked: Mapping[str, int]) -> dict[str, int]:
+    """Counts the inputs of the matrices of a model, by layer."""
+    named = jax.tree_util.tree_leaves_with_path(meta.unbox(params))
+    found = {_layer_of(path_of(keys)): x.shape for keys, x in named}
+    return {path: math.prod(found[path][n:-1]) for path, n in stacked.items()}
+
+
+def _layer_of(path: str) -> str:
+    """Returns the path of a layer by the path of the matrix."""
+    return path.removesuffix(f"/{KERNEL}")
+
+
+def _num_stacked(model: Model, params: Params) -> dict[str, int]:
+    """Returns the matrices of a model by layer, with their dims of a stack."""
+    params = meta.unbox(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = model.logical(params)
+    found = {}
+    for keys, x in leaves:
+        path = path_of(keys)
+        if is_adapter(path) or not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
+            continue
+        logical = names
+        for key in keys:
+            logical = None if logical is None else _entry(logical, key)
+        first = logical[0] if isinstance(logical, tuple) and logical else None
+        depth = int(first in ("layers", "experts"))
+        if x.ndim - depth >= 2:
+            found[_layer_of(path)] = depth
+    return found
+
+
+def _entry(tree: Any, key: Any) -> Any:
+    """Returns the entry of a tree at a key of a path; None for a missing one."""
+    name = getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))
+    if isinstance(tree, dict):
+        return tree.get(name)
+    if isinstance(tree, list | tuple) and isinstance(name, int):
+        return tree[name] if name < len(tree) else None
+    return getattr(tree, str(name), None)
