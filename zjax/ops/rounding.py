@@ -140,7 +140,7 @@ def dequantize(
 
 
 def rounded(
-    x: Float[Array, "K M"], weights: Weights, group_size: int
+    x: Float[Array, "K M"], weights: Weights, group_size: int, dtype: Any = None
 ) -> Float[Array, "K M"]:
     """Rounds a matrix to the values of its codes; the gradient passes unchanged.
 
@@ -151,17 +151,24 @@ def rounded(
         x: Matrix, inputs first.
         weights: Type of the codes; `compute` returns `x`.
         group_size: Most inputs that share a scale, at least 0; 0 is all of them.
+        dtype: Dtype of the products; None for the dtype of `x`.
 
     Returns:
-        `dequantize(*quantize(x, weights, group_size))`, in the dtype of `x`.
+        Codes of `quantize` times scales.
 
     Example:
         >>> rounded(jnp.array([[7.0], [-1.6]]), "int4", 0).tolist()
         [[7.0], [-2.0]]
     """
+    dtype = x.dtype if dtype is None else dtype
     if weights == "compute":
-        return x
-    return _through(x, lambda x: dequantize(*quantize(x, weights, group_size)))
+        return x.astype(dtype)
+
+    def change(x: Array) -> Array:
+        codes, scales = quantize(x, weights, group_size)
+        return dequantize(codes, scales.astype(dtype))
+
+    return _through(x, change)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -176,7 +183,11 @@ _through.defvjp(
 
 
 def rounded_kernel(
-    kernel: Float[Array, "..."], rule: Rule, num_outputs: int, num_stacked: int = 0
+    kernel: Float[Array, "..."],
+    rule: Rule,
+    num_outputs: int,
+    num_stacked: int = 0,
+    dtype: Any = None,
 ) -> Float[Array, "..."]:
     """Rounds a kernel, or a stack of kernels, as a rule says; see `rounded`.
 
@@ -185,15 +196,18 @@ def rounded_kernel(
         rule: Type of the codes and size of the groups.
         num_outputs: Output dims, at least 1.
         num_stacked: Dims of the stack, at least 0; each kernel is rounded alone.
+        dtype: Dtype of the products of codes and scales; None for the dtype of
+            `kernel`, which may round the products.
 
     Returns:
-        Kernel of the same shape and dtype.
+        Kernel of the same shape.
     """
 
     def one(x: Array) -> Array:
         outputs = x.shape[x.ndim - num_outputs :]
         matrix = x.reshape(-1, math.prod(outputs))
-        return rounded(matrix, rule.weights, rule.group_size).reshape(x.shape)
+        found = rounded(matrix, rule.weights, rule.group_size, dtype)
+        return found.reshape(x.shape)
 
     for _ in range(num_stacked):
         one = jax.vmap(one)

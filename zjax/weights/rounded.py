@@ -40,8 +40,9 @@ def rounded(source: Source, config: Config) -> Source:
         whole = (slice(0, n) for n in entry.shape[depth:])
         kernels = jnp.asarray(source.read(name, (*index[:depth], *whole)))
         kernels = kernels.astype(config.precision.compute_dtype)
-        values = rounded_kernel(kernels, rule, num_outputs, depth)
-        values = np.asarray(values).astype(jnp.dtype(entry.dtype))
+        # Products of float32 have the same codes and scales again, bit for bit.
+        dtype = jnp.dtype(entry.dtype)
+        values = np.asarray(rounded_kernel(kernels, rule, num_outputs, depth, dtype))
         return values[(*[slice(None)] * depth, *index[depth:])]
 
     return Source(source.entries, read)

@@ -222,6 +222,7 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 UNPUBLISHED = {
     "grpo_step",
     "moe_layer_vs_sonic",
+    "qat_recovery",
     "rl_learns",
     "tensor_6p7b",
     "three_d",
