@@ -15,6 +15,7 @@ from zjax.checkpoint.store import Store
 from zjax.config.load import saved_config
 from zjax.errors import CheckpointError
 from zjax.files import local_path
+from zjax.models.build import make_model
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.average import Part, choose_part
 from zjax.weights import adapters, gguf_file, layers
@@ -177,7 +178,7 @@ def open_weights(
     whole = without_codes(source)
     # Adapters learned beside rounded matrices.
     if config.quantize and (rounds or config.lora):
-        whole = rounded(whole, config)
+        whole = rounded(whole, make_model(config), config.precision.compute_dtype)
     return adapters.merged(whole, config.lora) if config.lora else whole, chosen
 
 

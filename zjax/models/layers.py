@@ -296,7 +296,7 @@ class Linear(nnx.Module):
             for x, dim in zip(matrix, dims, strict=False)
         )
 
-    def rounded(self, kernel: Float[Array, "..."]) -> Float[Array, "..."]:
+    def rounded(self, kernel: Array) -> Array:
         """Rounds a kernel to the values of its codes, if the layer has a rule."""
         if self.rounding is None:
             return kernel

@@ -6,22 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.models.build import make_model
 from zjax.models.rounded import rounded_layers
 from zjax.ops.rounding import rounded_kernel
 from zjax.settings.quantize import Rule
-from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_key
+from zjax.typing import Model
 from zjax.weights.source import Index, Source
 
 
-def rounded(source: Source, config: Config) -> Source:
-    """Returns the arrays of a run; matrices that `quantize` names are rounded.
+def rounded(source: Source, model: Model, compute_dtype: str) -> Source:
+    """Returns the arrays of a built-in model; matrices with a rule are rounded.
 
     Each is rounded whole, in the compute dtype, as training rounds it when a step
-    reads it. Arrays of models that are not built in keep their values.
+    reads it. Arrays of other models keep their values.
     """
-    model = make_model(config)
     shapes, _ = jax.eval_shape(model.init, abstract_key())
     layers = rounded_layers(model.bind(shapes, {}))
     found: dict[str, tuple[Rule, int, int]] = {}
@@ -39,7 +37,7 @@ def rounded(source: Source, config: Config) -> Source:
         entry = source.entries[name]
         whole = (slice(0, n) for n in entry.shape[depth:])
         kernels = jnp.asarray(source.read(name, (*index[:depth], *whole)))
-        kernels = kernels.astype(config.precision.compute_dtype)
+        kernels = kernels.astype(compute_dtype)
         # Products of float32 have the same codes and scales again, bit for bit.
         dtype = jnp.dtype(entry.dtype)
         values = np.asarray(rounded_kernel(kernels, rule, num_outputs, depth, dtype))
