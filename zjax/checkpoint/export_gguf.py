@@ -41,7 +41,7 @@ def export_gguf(
     if dtype:
         problem, remedy = "has no effect with --format=gguf", "use --quantize"
         raise ConfigError(Problem("--dtype", dtype, problem, remedy))
-    source, _ = open_weights(store, part, chosen)
+    source, _ = open_weights(store, part, chosen, rounds=True)
     return write_gguf(store, path, source, step=chosen, quantize=quantize)
 
 
