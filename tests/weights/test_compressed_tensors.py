@@ -193,11 +193,13 @@ def golden_tensors(family):
     return open_files(str(folder), folder), model, values["model_type"]
 
 
-def write(folder, family, source, values):
-    """Writes tensors beside a config.json with a quantisation."""
+def write(folder, family, source, values, **changes):
+    """Writes tensors beside a config.json with a quantisation, and other changes."""
     folder.mkdir()
     config = json.loads((golden.FOLDER / family / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {codes.KEY: values}))
+    (folder / "config.json").write_text(
+        json.dumps(config | changes | {codes.KEY: values})
+    )
     write_shards(folder, source, {"format": "pt"}, 1 << 30)
 
 
@@ -372,3 +374,30 @@ def test_another_shape_than_the_packed_one_is_refused(small_groups, tmp_path):
         f"{name}=(17, 25) is not the (16, 24) of this model; use another checkpoint"
     ):
         arrays_of("llama", tmp_path / "out")
+
+
+GOLDEN = golden.FOLDER.parent / "compressed_tensors.npz"
+"""Made with the library of the format, in groups of 8."""
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("case", ["random", "outlier", "one_value", "narrow"])
+def test_bits_are_those_of_the_library(case, name):
+    """Fails if a bit of a code or of a scale is another one."""
+    with np.load(GOLDEN) as file:
+        expected = {
+            key.rpartition("/")[2]: file[key]
+            for key in file.files
+            if key.startswith(f"{case}/{name}/")
+        }
+        weight = file[f"{case}/weight"]
+    scheme = dataclasses.replace(SCHEMES[name], group=8 if name == "w4a16" else 0)
+    found = quantized.pack_source(source_of(weight=weight), ["weight"], scheme)
+    plain = expected.pop("plain")
+    assert {*found.entries} == {*expected}
+    for ending, stored in expected.items():
+        ours = found.read_all(ending)
+        ours = ours.view(stored.dtype) if stored.dtype == np.uint8 else ours
+        np.testing.assert_array_equal(ours.reshape(stored.shape), stored)
+    opened = codes.Quantized(codes.CompressedTensors(scheme), {"weight": weight.shape})
+    np.testing.assert_array_equal(opened.dequantized(found).read_all("weight"), plain)

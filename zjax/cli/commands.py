@@ -57,8 +57,8 @@ from zjax.settings.preference import Preference
 from zjax.settings.schema import Config
 from zjax.stack.forward import AUXILIARY_LOSS
 from zjax.train.average import PARTS, Part, choose_part, parts_of, with_part
-from zjax.weights.compressed_tensors import SCHEMES
 from zjax.weights.gguf_file import TYPES
+from zjax.weights.quantized import NAMES
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
@@ -291,7 +291,7 @@ _FORMATS = {
     "peft": ("adapter", export_peft),
 }
 """Default name of the output, and the function that writes it, by format."""
-_QUANTIZED = {"hf": (*SCHEMES,), "gguf": TYPES}
+_QUANTIZED = {"hf": NAMES, "gguf": TYPES}
 """Layouts of quantised matrices, by format."""
 
 

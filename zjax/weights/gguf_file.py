@@ -19,7 +19,7 @@ import numpy as np
 
 from zjax.errors import CheckpointError, Problem, check_installed, find_fault
 from zjax.files import MAX_INDEX_BYTES
-from zjax.weights.quantized import codes_on_grid, shared_scales
+from zjax.weights.grid import codes_on_grid, shared_scales
 from zjax.weights.source import Entry, Index, Source
 
 ENDING = ".gguf"

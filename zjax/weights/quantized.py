@@ -5,7 +5,7 @@ scales are given, and codes are recovered without a further rounding.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,16 +15,18 @@ from absl import logging
 
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.settings import schema
+from zjax.weights import mxfp4
 from zjax.weights.compressed_tensors import SCHEMES, Scheme
 from zjax.weights.families import FAMILIES
 from zjax.weights.files import cast
+from zjax.weights.grid import codes_on_grid, largest_scales, shared_scales
 from zjax.weights.source import Entry, Index, Source
 from zjax.weights.tensors import layouts_of
 
+NAMES = (*SCHEMES, mxfp4.NAME)
+"""Layouts of quantised matrices: of compressed-tensors, and of gpt-oss."""
 FIELD = "--quantize"
 _NUM_SHOWN = 3
-_SLACK = 4
-"""Roundings of a weight and of a quotient that count as exact."""
 
 
 def compress(
@@ -36,13 +38,13 @@ def compress(
     dtype: str = "",
     scales: Source | None = None,
 ) -> tuple[Source, dict[str, Any]]:
-    """Quantises the tensors of a family to a scheme of compressed-tensors.
+    """Quantises the tensors of a family to a layout of Hugging Face checkpoints.
 
     Args:
         source: Plain tensors of the family, such as `huggingface.model_tensors` gives.
         model: Settings of the model.
         kind: `model_type` of the family.
-        name: Key of `SCHEMES`: `w4a16`, `w8a8` or `fp8`.
+        name: One of `NAMES`.
         dtype: Dtype of plain tensors and of scales; empty for the dtypes of `source`.
         scales: Scales of weights on a grid, float32, with the names and shapes of
             `source`: the scale of a group, repeated for each weight. None rounds
@@ -56,6 +58,8 @@ def compress(
         CheckpointError: A dtype does not fit the format. While tensors are read, also:
             a group has several scales, a weight is off the grid, or is not finite.
     """
+    if name == mxfp4.NAME:
+        return mxfp4.compress(source, model, kind, dtype=dtype, scales=scales)
     scheme = SCHEMES[name]
     matrices, plain = _modules_of(model, kind, name)
     fitting = [x for x in matrices if scheme.fits(source.entries[x].shape[1])]
@@ -178,54 +182,3 @@ class Matrices:
             dtype = self.source.entries[name].dtype
             codes = codes_on_grid(name, groups, factors, self.scheme.round, dtype)
         return codes.reshape(weights.shape), factors.astype(jnp.dtype(scales.dtype))
-
-
-def largest_scales(groups: np.ndarray, last: float, dtype: str) -> np.ndarray:
-    """Scales that map the largest weight of each group to the last code.
-
-    Scales are float32 numbers that `dtype` holds, so that codes fit the stored scales.
-
-    Example:
-        >>> largest_scales(np.array([[3.0, -14.0], [0.0, 0.0]]), 7, "float16").tolist()
-        [2.0, 6.103515625e-05]
-    """
-    stored = jnp.finfo(jnp.dtype(dtype))
-    largest = np.abs(groups).max(-1) / np.float32(last)
-    # A group of zeros would divide 0 by 0; float16 ends at 65,504.
-    limits = float(stored.tiny), float(stored.max)
-    return np.clip(largest, *limits).astype(jnp.dtype(dtype)).astype(np.float32)
-
-
-def shared_scales(name: str, scales: np.ndarray) -> np.ndarray:
-    """Takes the one scale of each group of float32[..., group]."""
-    found = scales[..., 0]
-    if (scales != found[..., np.newaxis]).any():
-        size = scales.shape[-1]
-        problem = f"has several scales in a group of {size} inputs"
-        remedy = f"quantise it with a scale for each {size} inputs of an output"
-        raise CheckpointError(Problem("tensor", name, problem, remedy))
-    if not (np.isfinite(found) & (found > 0)).all():
-        remedy = "quantise it again"
-        raise CheckpointError(
-            Problem("tensor", name, "has a scale that is not positive", remedy)
-        )
-    return found
-
-
-def codes_on_grid(
-    name: str,
-    groups: np.ndarray,
-    scales: np.ndarray,
-    rounding: Callable[[np.ndarray], np.ndarray],
-    dtype: str = "float32",
-) -> np.ndarray:
-    """Recovers the codes of weights that are products of codes and scales."""
-    quotients = groups / scales[..., np.newaxis]
-    codes = rounding(quotients)
-    # Weights are products that were rounded to `dtype`.
-    slack = _SLACK * float(jnp.finfo(jnp.dtype(dtype)).eps)
-    if (np.abs(quotients - codes) > slack * np.maximum(np.abs(codes), 1)).any():
-        problem = "has weights that are no code times their scale"
-        remedy = "give the scales with which it was quantised, or none"
-        raise CheckpointError(Problem("tensor", name, problem, remedy))
-    return codes
