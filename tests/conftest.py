@@ -1,7 +1,9 @@
-"""Figures as they are saved."""
+"""Figures as they are saved, and passes that compile what a test asks for."""
 
 import pytest
 from matplotlib.figure import Figure
+
+from tests.support import asked
 
 
 @pytest.fixture
@@ -16,3 +18,17 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return figures
+
+
+@pytest.fixture
+def greedy():
+    """Passes compile the choice of the most likely token alone."""
+    with asked.compiling(asked.BEST):
+        yield
+
+
+@pytest.fixture
+def unfiltered():
+    """Passes compile draws and log-probabilities, and neither filters nor penalties."""
+    with asked.compiling(asked.DRAWS):
+        yield

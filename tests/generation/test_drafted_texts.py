@@ -224,6 +224,7 @@ def test_texts_end_within_drafts(always):
         assert plain.metrics.scheduler.num_drafts == 0
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize(
     "settings",
     [

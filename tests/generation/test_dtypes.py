@@ -22,6 +22,8 @@ from zjax.models.layers import Linear
 from zjax.ops import narrow
 from zjax.settings import schema
 
+pytestmark = pytest.mark.usefixtures("unfiltered")
+
 BIASED = dataclasses.replace(language.LLAMA, use_bias=True)
 GROUPED = dataclasses.replace(
     language.LLAMA, positions=schema.Rotary(unrotated_every=2)

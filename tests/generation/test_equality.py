@@ -113,6 +113,7 @@ class Written:
         return [sequence.generated for sequence in sequences]
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_do_not_depend_on_neighbours_chunks_pages_or_hits(family, monkeypatch):
     """Fails if a key is lost between chunks, pages, owners of pages, or prefixes.
@@ -139,6 +140,7 @@ def test_texts_do_not_depend_on_neighbours_chunks_pages_or_hits(family, monkeypa
     assert metrics.num_drafts > metrics.num_accepted_drafts
 
 
+@pytest.mark.usefixtures("greedy")
 def test_texts_are_the_same_where_pages_behind_a_window_are_free(monkeypatch):
     """Fails if a page that a token sees is freed, or a program reads one that was."""
     config = FAMILIES["window"]

@@ -103,6 +103,7 @@ def check(model, asked, found):
         np.testing.assert_array_equal(experts, experts_of(model, tokens))
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize("config", [KERNELS, GROUPS], ids=["kernels", "groups"])
 def test_experts_do_not_depend_on_neighbours_chunks_pages_or_hits(config):
     """Fails if an expert is lost between chunks, steps, hits or preemptions."""
@@ -123,6 +124,7 @@ def test_experts_do_not_depend_on_neighbours_chunks_pages_or_hits(config):
     assert narrow.scheduler.metrics.num_preemptions > 3
 
 
+@pytest.mark.usefixtures("greedy")
 def test_drafts_that_are_wrong_leave_no_expert(monkeypatch):
     """Fails if experts of a rejected draft stay, or tokens of a lane are mixed up."""
     monkeypatch.setattr(drafts, "MIN_GAIN", 0.0)
@@ -134,6 +136,7 @@ def test_drafts_that_are_wrong_leave_no_expert(monkeypatch):
     assert metrics.num_drafts > metrics.num_accepted_drafts
 
 
+@pytest.mark.usefixtures("unfiltered")
 def test_experts_come_with_texts_and_are_told(caplog, compiled_ahead):
     """Fails if others pay for experts, or a text that ends early has other experts."""
     model = language.make_language_model(KERNELS)
@@ -182,6 +185,7 @@ def model_of_one_device():
     return run.bind(run.state)
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize(
     "settings",
     [

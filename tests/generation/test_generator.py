@@ -62,6 +62,7 @@ def test_greedy_texts_are_those_of_each_prompt_alone(generator):
     assert ids_of(backwards) == ids_of(texts)[::-1]
 
 
+@pytest.mark.usefixtures("unfiltered")
 @pytest.mark.parametrize(
     ("scaling", "first", "second"),
     [
@@ -230,6 +231,7 @@ def test_a_loop_that_ends_before_its_texts_ends_nothing_else(generator):
         assert generator.generate([[3]], Sampling(max_new_tokens=2))
 
 
+@pytest.mark.usefixtures("greedy")
 def test_texts_are_the_same_where_pages_run_out():
     """Fails if a row that gives its pages to an older one goes on with other keys."""
     prompts = [(np.arange(40) % 29).tolist()[i:] for i in range(4)]
@@ -244,6 +246,7 @@ def test_texts_are_the_same_where_pages_run_out():
         assert [*ids] == language.likely_tokens(wide, prompt, ids, 160)
 
 
+@pytest.mark.usefixtures("greedy")
 def test_prefixes_are_read_once():
     prefix = (np.arange(70) % 29).tolist()
     long = dataclasses.replace(language.LLAMA, max_length=160)
@@ -353,6 +356,7 @@ def test_half_a_character_is_refused():
     assert str(error.value) == f"prompt='a\\ud800' {text}"
 
 
+@pytest.mark.usefixtures("unfiltered")
 def test_a_tokenizer_may_have_more_end_ids_than_a_request_may_name():
     """Fails if such a tokenizer refuses all requests, or an end id is passed over."""
     letters = dataclasses.replace(language.LLAMA, vocab_size=257)
@@ -466,6 +470,7 @@ def test_few_programs_serve_requests_of_any_length(caplog, compiled_ahead):
     assert len([text for text in texts if text.startswith(kinds)]) <= 5
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize(("num_drafts", "num_programs"), [(0, 5), (3, 6)])
 def test_all_programs_are_compiled_before_the_first_request(
     caplog, compiled_ahead, num_drafts, num_programs

@@ -26,6 +26,8 @@ from zjax.models.build import make_model as make_built_in
 from zjax.models.stack import hidden_states
 from zjax.settings import schema
 
+pytestmark = pytest.mark.usefixtures("unfiltered")
+
 LENGTH, ROWS, PAGE, PAGES, WIDTH = 48, 3, 4, 40, 80
 DEEP = "gpt", "llama", "a layer without rotation"
 """Families of two layers here; one is enough of all others."""

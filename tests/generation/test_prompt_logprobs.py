@@ -124,6 +124,7 @@ def pairs(scores, number):
     ]
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_scores_do_not_depend_on_neighbours_chunks_pages_or_hits(config):
     """Fails if a score is lost between chunks or preemptions, or is of other keys."""
@@ -216,6 +217,7 @@ def test_scores_come_before_the_text(generator):
     assert (len(logprobs), best.shape) == (149, (149, 1))
 
 
+@pytest.mark.usefixtures("greedy")
 def test_scores_are_the_same_where_pages_run_out():
     """Fails if a prompt that gives its pages away loses scores, or gets some twice."""
     sampling = Sampling(max_new_tokens=70, prompt_logprobs=2)
@@ -229,6 +231,7 @@ def test_scores_are_the_same_where_pages_run_out():
         assert generator.metrics.scheduler.num_preemptions > 0
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -248,6 +251,7 @@ def test_scores_do_not_depend_on_the_mesh(settings):
         check_text(text, prompt, 2, model)
 
 
+@pytest.mark.usefixtures("greedy")
 def test_the_program_that_scores_is_one_more_and_is_told(caplog, compiled_ahead):
     """Fails if others pay for scores, or each request compiles a program."""
     config = dataclasses.replace(LLAMA, vocab_size=41, max_length=160)

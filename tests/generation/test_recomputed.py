@@ -96,6 +96,7 @@ def most_likely(module, prompt, text, sign=1):
     return scores[len(prompt) - 1 : -1].argmax(axis=-1).tolist()
 
 
+@pytest.mark.usefixtures("greedy")
 def test_texts_are_the_most_likely_and_the_cost_is_told(started, monkeypatch, caplog):
     """Fails if padding, a neighbour or a group of rows changes a text."""
     run, state = started
@@ -116,6 +117,7 @@ def test_texts_are_the_most_likely_and_the_cost_is_told(started, monkeypatch, ca
         assert [x.ids for x in generator.generate(PROMPTS, GREEDY)] == wanted
 
 
+@pytest.mark.usefixtures("greedy")
 def test_prompts_are_scored(started):
     """Fails if a chunk is scored without the text before, or behind padding."""
     module = started[0].bind(started[1])
@@ -135,6 +137,7 @@ def test_prompts_are_scored(started):
         np.testing.assert_allclose(best, scores[:-1].max(axis=1), atol=1e-4)
 
 
+@pytest.mark.usefixtures("greedy")
 def test_a_function_gives_the_logits(started):
     """Fails if the function is not called, or with other weights."""
     run, state = started
@@ -175,6 +178,7 @@ def test_all_of_sampling_is_honoured(started):
         np.testing.assert_allclose(text.logprobs, wanted, atol=1e-4)
 
 
+@pytest.mark.usefixtures("greedy")
 def test_few_programs_read_few_rows(started):
     """Fails if idle rows are computed, or each length of a text is a program."""
     shapes = []
@@ -194,6 +198,7 @@ def test_few_programs_read_few_rows(started):
     assert len(shapes) <= 8
 
 
+@pytest.mark.usefixtures("greedy")
 def test_drafts_are_read_in_one_pass(started):
     """Fails if a draft is not read, or a wrong one changes the text."""
     run, state = started

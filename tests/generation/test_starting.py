@@ -21,6 +21,8 @@ from zjax.generation.generator import Generator
 from zjax.generation.sampling import Sampling
 from zjax.run.weights import open_run
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PASSES = "jit(run_pass)", "jit(run_steps)"
 

@@ -14,6 +14,8 @@ from contests.contest import load_contest
 from tests.support.benchmarks import FOLDER, load
 from zjax.models import flops
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 
 @pytest.mark.parametrize(
     ("name", "num_params", "token_bytes"),

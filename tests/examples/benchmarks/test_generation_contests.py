@@ -31,6 +31,7 @@ def metrics_of(name, contestant):
                 yield case.peer_metric or case.metric
 
 
+@pytest.mark.usefixtures("greedy")
 def test_a_start_from_nothing_counts_all_passes(monkeypatch, capfd, compiled_ahead):
     """Fails if a pass is not counted, or the shape is not new."""
     module = load("compile_ours")
@@ -95,6 +96,7 @@ def test_workloads_are_named_as_the_contest_asks():
             assert {*metrics_of("generation", contestant.name)} == named
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize("engine", [(), ("--engine",)])
 def test_a_server_and_its_engine_are_measured_alike(engine, monkeypatch, capfd):
     """Fails if clients of the server get other texts than the engine is asked for."""
