@@ -62,7 +62,7 @@ from zjax.weights.quantized import NAMES
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN = flag("run", "Directory of a run, which has its settings.")
-MODEL = flag("model", "Directory of a Hugging Face checkpoint.")
+MODEL = flag("model", "Directory of a Hugging Face checkpoint, or a GGUF file.")
 MAX_ROWS = integer("max_rows", "Texts that a data shard writes at once.", 64)
 MAX_LENGTH = integer(
     "max_length", "Tokens of a prompt with a text; 0 is what the model allows.", 0
@@ -255,7 +255,7 @@ def describe_drafts(num_drafts: int) -> str:
 
 
 EVALUATE_FLAGS = (
-    flag("run", "Directory of a run, or of a Hugging Face checkpoint."),
+    flag("run", "Directory of a run, or of a Hugging Face checkpoint; or a GGUF file."),
     PART,
     STEP,
 )

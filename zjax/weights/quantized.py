@@ -67,7 +67,7 @@ def compress(
     if not fitting:
         problem = f"has groups of {scheme.group} inputs, which divide no matrix"
         raise ConfigError(Problem(FIELD, name, problem, "use w8a8 or fp8"))
-    _report(name, scheme, fitting, left)
+    _report(name, scheme, fitting, left, bool(model.moe))
     found = pack_source(source, fitting, scheme, dtype=dtype, scales=scales)
     ignore = dict.fromkeys(x.removesuffix(".weight") for x in (*plain, *left))
     return found, scheme.config([*_HEADS[model.kind], *ignore])
@@ -100,12 +100,18 @@ def _modules_of(
 
 
 def _report(
-    name: str, scheme: Scheme, fitting: Sequence[str], left: Sequence[str]
+    name: str,
+    scheme: Scheme,
+    fitting: Sequence[str],
+    left: Sequence[str],
+    has_experts: bool,
 ) -> None:
     """Warns on process 0 of the number of matrices, and of matrices left plain."""
     if jax.process_index() != 0:
         return
     text = f"--quantize={name}: {len(fitting)} matrices become {scheme.dtype}"
+    if has_experts:
+        text += "; vLLM reads these experts, transformers 5 does not"
     if left:
         more = len(left) - _NUM_SHOWN
         names = ", ".join(left[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
