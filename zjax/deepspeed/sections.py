@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zjax import files
-from zjax.deepspeed import batch, efficiency, optimizer, precision, table, zero
+from zjax.deepspeed import (
+    batch,
+    compression,
+    efficiency,
+    optimizer,
+    precision,
+    table,
+    zero,
+)
 from zjax.deepspeed.reading import read_file
 from zjax.errors import ConfigError, Problem
 from zjax.settings.derived import is_offered
@@ -62,7 +70,7 @@ CHECKED = {
 UNSUPPORTED = {
     "amp": "use bf16.enabled",
     "nebula": "leave it out: checkpoints are written in the background",
-    "compression_training": "leave it out",
+    **compression.REMEDIES,
     "quantize_training": "leave it out",
     "weight_quantization": "leave it out",
     "eigenvalue": "leave it out",
@@ -176,6 +184,7 @@ TABLE = (
     *zero.SECTIONS,
     *efficiency.SECTIONS,
     *SECTIONS,
+    *compression.SECTIONS,
 )
 """Sections of a ds_config, in the order in which settings are made."""
 THEIRS = (

@@ -1,0 +1,120 @@
+"""Sections of `compression_training`: rounding by rules, and what is refused."""
+
+from typing import Any
+
+from zjax.deepspeed.table import Meanings, Section, Values, derived, refusal
+
+PATH = "compression_training"
+WEIGHTS, ACTIVATIONS = "weight_quantization", "activation_quantization"
+_PRUNING = "leave it out: zjax prunes no matrices"
+REMEDIES = {
+    f"{PATH}.layer_reduction": "leave it out, and train a model of fewer layers with "
+    "distill.teacher",
+    f"{PATH}.sparse_pruning": _PRUNING,
+    f"{PATH}.row_pruning": _PRUNING,
+    f"{PATH}.head_pruning": _PRUNING,
+    f"{PATH}.channel_pruning": _PRUNING,
+}
+"""Remedies of sections that are refused if they are on."""
+_RULES = "give quantize.rules with paths of zjax, such as blocks/attention/query"
+_TYPES = {3: "int3", 4: "int4", 8: "int8"}
+_SHARED: dict[str, dict[str, Any]] = {
+    WEIGHTS: {
+        "quantization_type": "symmetric",
+        "rounding": "nearest",
+        "schedule_offset": 0,
+        "fp16_mixed_quantize.enabled": False,
+    },
+    ACTIVATIONS: {
+        "quantization_type": "symmetric",
+        "range_calibration": "dynamic",
+        "schedule_offset": 0,
+    },
+}
+"""Values of shared parameters that rules have, by section."""
+_BITS = {WEIGHTS: ("start_bits", "target_bits"), ACTIVATIONS: ("bits",)}
+
+
+def _is_on(values: Values, section: str) -> bool:
+    """Whether a section of rounding is on."""
+    path = f"{PATH}.{section}.shared_parameters.enabled"
+    return bool(values.found.value(path, False))
+
+
+def _groups(values: Values, section: str) -> list[str]:
+    """Paths of the groups of modules of a section, in order."""
+    start = f"{PATH}.{section}.different_groups."
+    names = (x[len(start) :] for x in values.found.inside(PATH) if x.startswith(start))
+    return [start + name for name in dict.fromkeys(x.partition(".")[0] for x in names)]
+
+
+def _refusals(values: Values, section: str) -> Meanings:
+    """Finds the keys of a section that mean something no rule means."""
+    found, refused = values.found, Meanings()
+    prefix = f"{section}.shared_parameters."
+    for name, allowed in _SHARED[section].items():
+        if found.value(f"{PATH}.{prefix}{name}", allowed) != allowed:
+            refused[f"{prefix}{name}"] = refusal(f"use {allowed!r}")
+    groups = _groups(values, section)
+    for path in groups:
+        short = path.removeprefix(f"{PATH}.")
+        # Modules have names of torch, which are no paths of zjax.
+        if found.value(f"{path}.modules", ["*"]) != ["*"] or groups[1:]:
+            refused[f"{short}.modules"] = refusal(_RULES)
+        bits = [found.value(f"{path}.params.{x}", 8) for x in _BITS[section]]
+        known = (8,) if section == ACTIVATIONS else (*_TYPES,)
+        if bits[-1] not in known:
+            last = f"{short}.params.{_BITS[section][-1]}"
+            refused[last] = refusal(f"use {' or '.join(map(str, known))}")
+        elif bits[0] != bits[-1]:
+            first = f"{short}.params.{_BITS[section][0]}"
+            refused[first] = refusal(f"use {bits[-1]}, the bits at the end")
+    return refused
+
+
+def _rounding(values: Values) -> Meanings | str:
+    """Meanings of the rounding of weights and activations, as one rule for all."""
+    on = [section for section in (WEIGHTS, ACTIVATIONS) if _is_on(values, section)]
+    if not on:
+        return {}
+    refused: Meanings = {}
+    for section in on:
+        refused |= _refusals(values, section)
+    rule: dict[str, Any] = {"weights": "compute", "group_size": 0}
+    if WEIGHTS in on:
+        bits = [
+            values.found.value(f"{path}.params.target_bits", 8)
+            for path in _groups(values, WEIGHTS)
+        ]
+        rule["weights"] = _TYPES.get(bits[0] if bits else 8, "int8")
+    if ACTIVATIONS in on:
+        rule["activations"] = "int8"
+    settings = {} if refused else {"quantize.rules": (rule,)}
+    note = "each output of a matrix has a scale, and each token"
+    return {
+        **{
+            f"{section}.shared_parameters.enabled": derived(note, settings)
+            for section in on
+        },
+        **refused,
+    }
+
+
+def _rest(values: Values) -> Meanings | str:
+    """Meanings of further keys of a section of rounding."""
+    section = values.path.removeprefix(f"{PATH}.")
+    if not _is_on(values, section):
+        return "it is off"
+    shared = "shared_parameters."
+    return {
+        f"{shared}quantize_groups": "each output of a matrix has a scale",
+        f"{shared}quantize_weight_in_forward": "the forward pass rounds matrices",
+        f"{shared}quantizer_kernel": "XLA compiles the rounding",
+        "*": "read with quantize.rules",
+    }
+
+
+SECTIONS = (
+    Section(PATH, read=_rounding),
+    *(Section(f"{PATH}.{name}", read=_rest) for name in (WEIGHTS, ACTIVATIONS)),
+)
