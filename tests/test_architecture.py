@@ -19,7 +19,7 @@ FLOORS = (
     ("checkpoint", "offload", "observe", "estimate"),
     ("generation",),
     ("run", "huggingface", "serve"),
-    ("rl",),
+    ("rl", "compress"),
     ("cli", "__main__"),
 )
 WITHIN = (
@@ -309,6 +309,7 @@ def test_functions_take_the_values_that_they_read():
         if takes_all and part_of(name_of(path)) not in SETTINGS | {
             "run",
             "rl",
+            "compress",
             "estimate",
         }:
             found.append(f"{place(path, function)} {function.name}")

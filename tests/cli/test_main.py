@@ -162,6 +162,9 @@ def test_flags_have_the_defaults_that_runs_were_made_with():
         "data analyze --metrics": ["seqreo", "voc"],
         "export --part": "auto",
         "export --step": "latest",
+        "compress --part": "auto",
+        "compress --recipe": "w4a16_gptq",
+        "compress --step": "latest",
         "export --format": "safetensors",
         "rewind --step": "latest",
     }

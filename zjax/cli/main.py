@@ -19,6 +19,7 @@ from zjax.cli import (
     planning,
     reinforcing,
 )
+from zjax.cli.compressing import COMPRESS
 from zjax.cli.connection import connected
 from zjax.cli.data_commands import MAX_PROCESSES
 from zjax.cli.serving import SERVE
@@ -277,6 +278,7 @@ COMMANDS = {
     "data prepare": data_commands.PREPARE,
     "data analyze": data_commands.ANALYZE,
     "export": commands.EXPORT,
+    "compress": COMPRESS,
     "convert": data_commands.CONVERT,
     "rewind": commands.REWIND,
     "check": commands.CHECK,

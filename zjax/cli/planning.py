@@ -4,6 +4,7 @@ from absl import flags
 
 from zjax.cli import commands
 from zjax.cli.usage import Command, flag, integer, number, switch
+from zjax.compress.plan import report_recipes
 from zjax.config.flags import refuse_flags, settings_given
 from zjax.estimate.tables import describe_zero_table
 from zjax.generation.dtypes import Dtypes
@@ -11,13 +12,18 @@ from zjax.run.generation_plan import report_generation
 from zjax.run.plan_report import PAPER_DEVICES, report_plan
 
 GENERATION = "model", "device", "max_rows", "max_length", *commands.DTYPES_STORED
-"""Flags that are read with `--generate` alone."""
+"""Flags that are read with `--generate`; two of them with `--compress`, too."""
+COMPRESSION = "compress", "model", "device", "run"
+"""Flags that are read with `--compress`."""
 
 
 def plan(given: flags.FlagValues) -> None:
     """Prints memory, communication and schedule of a run, or what generation takes."""
     if given.generate:
         plan_generation(given)
+        return
+    if given.compress:
+        plan_compression(given)
         return
     refuse_flags(given, GENERATION, "has no effect without --generate")
     if given.num_params:
@@ -58,12 +64,20 @@ def plan_generation(given: flags.FlagValues) -> None:
     )
 
 
+def plan_compression(given: flags.FlagValues) -> None:
+    """Prints sizes and decode times of a model by each recipe of `zjax compress`."""
+    others = [name for name in PLAN.flags if name not in COMPRESSION]
+    refuse_flags(given, others, "has no effect with --compress")
+    print(report_recipes(commands.generating_settings(given), given.device))
+
+
 PLAN = Command(
     plan,
     "Shows what a run would take: memory, communication, schedule.",
     "zjax plan --config=quickstart --num_devices=1024\n"
     "zjax plan --config=quickstart --config.mesh=auto\n"
     "zjax plan --generate --config=llama_8b --num_devices=1 --device=H200\n"
+    "zjax plan --compress --config=llama_8b --device=H200\n"
     "zjax plan --num_params=7.5e9",
     (
         commands.RUN,
@@ -86,8 +100,9 @@ PLAN = Command(
             "busy, with pictures.",
         ),
         switch("generate", "What generation takes, in place of training."),
+        switch("compress", "Sizes and decode times by recipe of zjax compress."),
         commands.MODEL,
-        flag("device", "Kind of the devices, such as H200, for --generate."),
+        flag("device", "Kind of the devices, for --generate and --compress."),
         commands.MAX_ROWS,
         commands.MAX_LENGTH,
         commands.WEIGHT_DTYPE,

@@ -191,6 +191,8 @@ class Linear(nnx.Module):
         """Whether sums have one order, see `zjax.ops.invariant`."""
         self.rounding: Rule | None = None
         """Codes to whose values kernel and inputs are rounded, see `rounded`."""
+        self.on_input: Callable[[Any], None] | None = None
+        """Function that records what enters the product; None for none."""
         self.lora: Any = nnx.data(None)  # an adapter of `zjax.models.lora`, if any
         # Of codes in `kernel` (`zjax.models.qlora`), or in `joined`.
         self.scales: Any = nnx.data(None)
@@ -240,6 +242,8 @@ class Linear(nnx.Module):
         y: Any
         if not self.is_row_sharded:
             x = self._rounded_rows(x)
+        if self.on_input is not None:
+            self.on_input(x)
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         if self.scales is not None:
             scales = self.scales[...]

@@ -187,6 +187,8 @@ class MixtureOfExperts(nnx.Module):
         """Whether few tokens meet the experts, as in the decoding of text."""
         self.defers = False
         """Whether the experts run when they are added to the stream."""
+        self.on_input: Callable[[Any], RecordExperts] | None = None
+        """Function of the tokens that returns what is told the experts of each."""
 
     def stream(self, *, fuses: bool) -> None:
         """Prepares abstract experts for few tokens of a decoder that writes text.
@@ -236,6 +238,8 @@ class MixtureOfExperts(nnx.Module):
                 return self._mix_few_rows(x, counts, record), Auxiliary()
             x = x.apply() if isinstance(x, layers.Normalized) else x
         assert not isinstance(x, layers.Normalized)
+        if self.on_input is not None:
+            record = self.on_input(x)
         settings = dataclasses.replace(self.settings, invariant=self.invariant)
         if not drops:
             settings = dataclasses.replace(settings, drop="none")

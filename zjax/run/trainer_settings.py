@@ -96,6 +96,7 @@ def read_elsewhere(config: Config) -> list[Problem]:
     remedies = {
         "rl": "use zjax rl, or zjax.rl.Trainer",
         "preference": "use zjax train, or zjax.rl.PreferenceTrainer",
+        "compress": "use zjax compress",
     }
     problem = "is not read by zjax.Trainer"
     return [

@@ -3,6 +3,7 @@
 import math
 from typing import Annotated, ClassVar, Literal
 
+from zjax.settings import compress as compression
 from zjax.settings import derived, ranges
 from zjax.settings import preference as preferences
 from zjax.settings import quantize as quantization
@@ -1632,6 +1633,8 @@ class Config:
     rl: reinforcement.Rl | None = None
     """Reinforcement learning by `zjax rl`, in place of training on the texts of
     `data`."""
+    compress: compression.Compress | None = None
+    """Quantisation of trained weights by `zjax compress`."""
     observe: Observe = Observe()
     processes: Processes = Processes()
 

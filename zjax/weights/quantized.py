@@ -37,6 +37,7 @@ def compress(
     *,
     dtype: str = "",
     scales: Source | None = None,
+    scheme: Scheme | None = None,
 ) -> tuple[Source, dict[str, Any]]:
     """Quantises the tensors of a family to a layout of Hugging Face checkpoints.
 
@@ -49,6 +50,8 @@ def compress(
         scales: Scales of weights on a grid, float32, with the names and shapes of
             `source`: the scale of a group, repeated for each weight. None rounds
             weights to nearest: the largest weight of a group takes the last code.
+        scheme: Scheme in place of the one of that name, which then names it in
+            messages alone.
 
     Returns:
         Tensors of the files, and the `quantization_config` of the config.json.
@@ -60,7 +63,7 @@ def compress(
     """
     if name == mxfp4.NAME:
         return mxfp4.compress(source, model, kind, dtype=dtype, scales=scales)
-    scheme = SCHEMES[name]
+    scheme = scheme or SCHEMES[name]
     matrices, plain = _modules_of(model, kind, name)
     fitting = [x for x in matrices if scheme.fits(source.entries[x].shape[1])]
     left = [x for x in matrices if x not in {*fitting}]

@@ -1,0 +1,340 @@
+"""Compression of whole decoders: losses, resumption, experts, files and refusals."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.command_line import typed
+from tests.support.huggingface import FOLDER
+from zjax.checkpoint.start import settings_of_weights
+from zjax.checkpoint.tokenizer import CheckpointTokenizer
+from zjax.cli.compressing import compress, read_recipe
+from zjax.cli.planning import plan
+from zjax.compress import compress as compressing
+from zjax.compress.compress import compress_weights, read_batches
+from zjax.compress.opened import open_huggingface
+from zjax.compress.partial import PartialOutput
+from zjax.compress.parts import places_of
+from zjax.compress.sizes import sizes_of
+from zjax.compress.walk import AFTER, BEFORE, NEAREST, Walk
+from zjax.config.load import load_config
+from zjax.errors import ConfigError
+from zjax.generation.loading import WITHOUT_MOMENTS
+from zjax.models.build import make_model
+from zjax.models.recording import Recorder, recording_stack
+from zjax.models.stack import make_stack
+from zjax.stack.forward import run_stack
+from zjax.weights.files import open_files
+
+DATA = {
+    "data": {"source": "synthetic", "length": 16},
+    "precision.compute_dtype": "float32",
+}
+
+
+def open_family(family, method="gptq", weights="int4", **changes):
+    """Opens a golden checkpoint, with groups of 8 inputs and few rows."""
+    rule = {"weights": weights, "group_size": 8}
+    settings = {"method": method, "rules": [rule], "num_rows": 32}
+    settings |= {"num_heldout_rows": 8, "expert_tokens": 8} | changes
+    start = settings_of_weights(str(FOLDER / family)) | WITHOUT_MOMENTS
+    config = load_config({}, start, DATA, {"compress": settings})
+    return open_huggingface(config)
+
+
+def tokenizer_of(family):
+    return CheckpointTokenizer(None, FOLDER / family), FOLDER / family
+
+
+def walk_of(opened):
+    """Makes a walk with the rows that the settings name."""
+    settings = opened.config.compress
+    rows = read_batches(opened.config, "train", settings.num_rows)
+    heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
+    return Walk(opened, settings, rows, heldout), heldout
+
+
+def test_losses_before_are_those_of_the_model(tmp_path):
+    opened = open_family("llama", "nearest")
+    walk, heldout = walk_of(opened)
+    scores = walk.run(PartialOutput(str(tmp_path / "out"), {})).scores
+    config = dataclasses.replace(opened.config, compress=None)
+    model = make_model(config)
+    params = opened.read_outside()
+    blocks = [opened.read_block("", x.number) for x in places_of(opened.decoder)]
+    params["blocks"] = stacked(blocks)
+    losses = [
+        float(model.loss(params, {}, jax.tree.map(jnp.asarray, x), None).value)
+        for x in heldout
+    ]
+    assert scores[BEFORE].loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert scores[BEFORE].agreement == 1.0
+    assert scores[AFTER].loss != scores[BEFORE].loss
+    assert scores[AFTER].agreement < 1.0
+
+
+def stacked(blocks):
+    """Stacks the blocks of a model to a tree."""
+    tree = {}
+    for path in blocks[0]:
+        node, (*folders, name) = tree, path.split("/")
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = jnp.stack([block[path] for block in blocks])
+    return tree
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory):
+    """A Llama compressed by GPTQ through the function that the command calls."""
+    opened, folder = open_family("llama", num_rows=128), tmp_path_factory.mktemp("a")
+    output, told = folder / "small", []
+    tokenizer = tokenizer_of("llama")
+    done = compress_weights(opened, str(output), tokenizer, report=told.append)
+    return opened, output, done, told
+
+
+def test_gptq_writes_codes_that_read_back_as_its_weights(compressed):
+    _, output, done, told = compressed
+    config = json.loads((output / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (4, 8)
+    names = open_files("", output).entries
+    assert "model.layers.1.self_attn.q_proj.weight_packed" in names
+    assert names["lm_head.weight"].dtype == "float32"
+    # Read as zjax reads any checkpoint, the loss is that of the table.
+    start = settings_of_weights(str(output)) | WITHOUT_MOMENTS
+    method = {"method": "nearest", "num_heldout_rows": 8}
+    again = open_huggingface(load_config({}, start, DATA, {"compress": method}))
+    found, scores = walk_of(again), None
+    scores = found[0].run(PartialOutput(str(output.parent / "b"), {})).scores
+    assert scores[BEFORE].loss == pytest.approx(done.found[AFTER].score.loss, rel=1e-5)
+    assert not [x for x in output.parent.iterdir() if x.name.endswith("small.blocks")]
+    assert told == []
+
+
+def test_the_table_fits_a_terminal_and_names_all_weights(compressed):
+    _, output, done, _ = compressed
+    assert max(map(len, done.text.splitlines())) <= 80
+    assert [*done.found] == [BEFORE, NEAREST, AFTER]
+    assert "of 128 held-out tokens" in done.text
+    assert (output / "size_and_loss.png").stat().st_size > 5_000
+    before, after = (done.found[x].sizes.total for x in (BEFORE, AFTER))
+    assert after < before / 2
+    assert done.num_bytes > after
+
+
+def test_the_bytes_of_codes_are_those_of_the_files(compressed):
+    _, output, done, _ = compressed
+    stored = sum(
+        np.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
+        for name, entry in open_files("", output).entries.items()
+        if not name.endswith("_shape")
+    )
+    # Rows of 24 inputs or less end in words that are not full.
+    assert done.found[AFTER].sizes.total == pytest.approx(stored, rel=0.02)
+
+
+def test_gptq_changes_hidden_states_less_than_rounding_to_nearest(tmp_path):
+    opened = open_family("llama", weights="int3", num_rows=64)
+    walk, _ = walk_of(opened)
+    walk._heldout = walk._calibration
+    walk.run(PartialOutput(str(tmp_path / "out"), {}))
+    before, nearest, after = (
+        np.concatenate(walk._streams[name]) for name in (BEFORE, NEAREST, AFTER)
+    )
+    errors = [np.square(x - before).sum() for x in (nearest, after)]
+    assert errors[1] < 0.95 * errors[0]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama_biases", pytest.param("gemma2", marks=pytest.mark.slow)]
+)
+def test_factors_that_are_folded_change_no_output(family, tmp_path, monkeypatch):
+    # Without rounding, AWQ only moves factors between layers.
+    monkeypatch.setattr("zjax.compress.block.round_matrix", unrounded)
+    opened = open_family(family, "awq", weights="int3", num_heldout_rows=4)
+    walk, _ = walk_of(opened)
+    output = PartialOutput(str(tmp_path / "out"), {})
+    scores = walk.run(output).scores
+    assert scores[AFTER].loss == pytest.approx(scores[BEFORE].loss, abs=2e-5)
+    place, (after, _) = places_of(opened.decoder)[0], output.read(0)
+    before = opened.read_block(place.name, place.number)
+    moved = [path for path, x in before.items() if not np.allclose(x, after[path])]
+    endings = "attention_norm/scale", "attention/value/kernel"
+    assert all(any(path.endswith(x) for path in moved) for x in endings)
+
+
+def unrounded(kernel, grid, method, found):
+    from zjax.compress.grid import Rounded
+
+    return Rounded(kernel, grid.scales(kernel))
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return open_family("mixtral", num_rows=8, expert_tokens=60)
+
+
+def test_experts_with_few_tokens_are_named(mixture, tmp_path):
+    walk, _ = walk_of(mixture)
+    outcome = walk.run(PartialOutput(str(tmp_path / "out"), {}))
+    assert outcome.notes
+    pattern = r"blocks/mlp\[\d\]: rounded to nearest, below 60 tokens: experts \d"
+    assert all(re.match(pattern, note) for note in outcome.notes)
+    assert np.isfinite(outcome.scores[AFTER].loss)
+
+
+def test_each_expert_is_rounded_by_its_own_tokens(mixture, monkeypatch):
+    from zjax.compress import experts
+
+    seen = {}
+
+    def record(params, mixture, number, tokens):
+        seen[number] = tokens
+        return None, None
+
+    monkeypatch.setattr(experts, "_statistics_of", record)
+    rng = np.random.default_rng(0)
+    tokens = rng.normal(size=(64, 16)).astype(np.float32)
+    chosen = rng.integers(1, 4, size=(64, 2)).astype(np.int32)
+    parts = walk_of(mixture)[0]._parts_of(places_of(mixture.decoder)[0])
+    block = mixture.read_block("", 0)
+    given = experts.Routed(tokens, chosen)
+    method = mixture.config.compress.method
+    rounded, few = experts.round_experts(block, parts.mixtures[0], method, given, 1)
+    # Expert 0 saw nothing, and is there all the same.
+    assert few == {0: 0}
+    for number, found in seen.items():
+        np.testing.assert_array_equal(found, tokens[(chosen == number).any(1)])
+    assert np.isfinite(rounded.params[parts.mixtures[0].up.kernel]).all()
+
+
+def test_compression_goes_on_where_it_stopped(tmp_path):
+    opened, output = open_family("llama"), str(tmp_path / "out")
+
+    class Stop(Exception):
+        pass
+
+    def stop(index):
+        raise Stop
+
+    with pytest.raises(Stop):
+        compress_weights(opened, output, tokenizer_of("llama"), advance=stop)
+    told, rounded = [], []
+    compress_block = Walk._compress
+
+    def record(self, place, params):
+        rounded.append(place.number)
+        return compress_block(self, place, params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Walk, "_compress", record)
+        tokenizer = tokenizer_of("llama")
+        resumed = compress_weights(opened, output, tokenizer, report=told.append)
+    assert rounded == [1]
+    assert told == ["goes on after 1 blocks of an earlier call"]
+    whole = compress_weights(opened, str(tmp_path / "b"), tokenizer)
+    assert resumed.found == whole.found
+
+
+def test_blocks_of_another_recipe_or_damaged_ones_are_not_taken(tmp_path):
+    first = PartialOutput(str(tmp_path / "out"), {"recipe": "a", "weights": "w"})
+    first.write(0, {"a/kernel": jnp.ones((2, 3))}, {"a/kernel": jnp.ones((1, 3))}, [])
+    same = PartialOutput(str(tmp_path / "out"), {"recipe": "a", "weights": "w"})
+    params, _ = same.read(0)
+    np.testing.assert_array_equal(params["a/kernel"], np.ones((2, 3)))
+    file = same.directory / "block-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert same.read(0) is None
+    other = PartialOutput(str(tmp_path / "out"), {"recipe": "b", "weights": "w"})
+    assert other.restarted == "recipe changed"
+    assert other.num_blocks == 0 and not file.exists()
+
+
+def test_all_problems_are_told_before_anything_is_computed(tmp_path, monkeypatch):
+    rules = [{"pattern": "nothing"}, {"weights": "compute"}]
+    opened = open_family("llama", "smoothquant", rules=rules, num_rows=1 << 41)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    monkeypatch.setattr(compressing, "Walk", None)
+    with pytest.raises(ConfigError) as error:
+        compress_weights(opened, str(tmp_path / "out"), tokenizer_of("llama"))
+    text = str(error.value)
+    assert (
+        "compress.rules[0].pattern='nothing' decides about no layer; use a pattern "
+        "found in blocks/attention/key, or leave it out"
+    ) in text
+    assert "compress.rules=2 round no weights; give a rule with weights such" in text
+    assert (
+        "compress.method='smoothquant' moves outliers of activations, but no rule "
+        "rounds activations; set activations of a rule, or use gptq or awq"
+    ) in text
+    assert "rows of the train data; use 1099511627776 or fewer" in text
+    assert f"--output='{tmp_path}/out' exists and is not empty; name a new" in text
+
+
+def test_recording_leaves_the_programs_of_training_as_they_are():
+    opened = open_family("llama")
+    batch = {"tokens": jax.ShapeDtypeStruct((1, 16), jnp.int32)}
+    params = jax.eval_shape(make_model(opened.config).init, jax.random.key(0))[0]
+
+    def trace():
+        stack = make_stack(opened.decoder)
+        return jax.make_jaxpr(lambda p, b: run_stack(stack, p, b, None)[0])(
+            params, batch
+        )
+
+    before = str(trace())
+    recording_stack(opened.decoder, Recorder())
+    assert str(trace()) == before
+
+
+def test_the_command_takes_recipes_and_changes(tmp_path, capsys, monkeypatch):
+    told = {}
+
+    def record(opened, output, tokenizer, **given):
+        told["settings"] = opened.config.compress
+        return compressing.Compressed("table", {}, 5)
+
+    monkeypatch.setattr("zjax.cli.compressing.compress_weights", record)
+    words = (
+        f"--model={FOLDER / 'llama'}",
+        "--recipe=w4a16_awq",
+        f"--output={tmp_path / 'out'}",
+        "--config.compress.num_rows=7",
+    )
+    compress(typed("compress", *words))
+    assert (told["settings"].method.kind, told["settings"].num_rows) == ("awq", 7)
+    shown = capsys.readouterr().out
+    assert "next: zjax generate --model=" in shown and "5 bytes" in shown
+    (tmp_path / "r.json").write_text('{"method": "nearest"}')
+    assert read_recipe(str(tmp_path / "r.json")) == {"method": "nearest"}
+    with pytest.raises(ConfigError, match="--recipe='w3' is no recipe; use w4a16_gptq"):
+        read_recipe("w3")
+    with pytest.raises(ConfigError, match="needs one of --run and --model"):
+        compress(typed("compress", f"--output={tmp_path}"))
+
+
+def test_the_plan_has_a_line_for_each_recipe(capsys):
+    words = (f"--model={FOLDER / 'llama'}", "--device=H100")
+    plan(typed("plan", "--compress", *words))
+    lines = capsys.readouterr().out.splitlines()
+    assert any("w4a16_gptq" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_sizes_are_those_of_the_codes():
+    opened = open_family("llama", weights="int4")
+    given = opened.config, opened.decoder, opened.shapes
+    plain, small = sizes_of(*given, None), sizes_of(*given, opened.config.compress)
+    kernels = [x for path, x in opened.shapes.items() if path.endswith("/kernel")]
+    kernels = [x for x in kernels if x.ndim > 2]
+    count = sum(x.size for x in kernels)
+    # 4 of 32 bits, and a scale of 32 bits for 8 weights.
+    assert plain.total - small.total == pytest.approx(count * (4 - 0.5 - 0.5))

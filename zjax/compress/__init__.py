@@ -1,0 +1,1 @@
+"""Quantises trained weights: rounding, GPTQ, AWQ and SmoothQuant, layer by layer."""

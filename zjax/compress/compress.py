@@ -1,0 +1,193 @@
+"""Compresses weights: checks, calibration, the output and the comparison."""
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zjax.checkpoint.tokenizer import CheckpointTokenizer
+from zjax.compress.opened import Opened
+from zjax.compress.output import check_output, write_output
+from zjax.compress.partial import PartialOutput
+from zjax.compress.parts import places_of, rule_of
+from zjax.compress.report import Compared, describe_scores, plot_scores
+from zjax.compress.sizes import find_memory, sizes_of
+from zjax.compress.walk import BEFORE, Walk
+from zjax.data.draws import permute_rows
+from zjax.data.source import open_rows
+from zjax.errors import ConfigError, Problem
+from zjax.models.block import segments_of
+from zjax.models.recording import layers_in
+from zjax.settings.compress import Compress, Smoothquant
+from zjax.settings.schema import Config
+
+PICTURE = "size_and_loss.png"
+"""Name of the picture in the output."""
+_PASS_TOKENS = 16_384
+"""Most tokens of a pass through a block."""
+_ROWS = "num_rows", "num_heldout_rows"
+
+
+class Compressed(NamedTuple):
+    """Report of compressed weights."""
+
+    text: str
+    """Table before and after, and notes."""
+    found: dict[str, Compared]
+    """Sizes and scores by name of the weights."""
+    num_bytes: int
+    """Bytes of the output."""
+
+
+def compress_weights(
+    opened: Opened,
+    output: str,
+    tokenizer: tuple[CheckpointTokenizer, pathlib.Path | None],
+    *,
+    device: str = "",
+    report: Callable[[str], None] = print,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Compressed:
+    """Compresses weights as `config.compress` says, and writes a directory.
+
+    An earlier call with equal weights and settings that was stopped goes on.
+
+    Args:
+        opened: Weights, with the settings of data and compression.
+        output: Directory to write; must be empty or missing.
+        tokenizer: Tokenizer of the output, and the directory of files of a start.
+        device: Device that decodes, for the time of a token; "" is the local one.
+        report: Function that is told what begins.
+        advance: Function that is called after each block.
+
+    Returns:
+        Table of the weights before and after, on held-out rows.
+
+    Raises:
+        ConfigError: Settings do not fit the model, the data or the output; all at once.
+    """
+    settings = opened.config.compress
+    assert settings is not None
+    memory, device = find_memory(device)
+    if problems := [*problems_of(opened, settings, output)]:
+        raise ConfigError(*problems)
+    _, plain = check_output(opened, settings)
+    if plain:
+        report(f"weights go out in {opened.dtype}, on the grid of codes: {plain}")
+    calibration = read_batches(opened.config, "train", settings.num_rows)
+    heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
+    partial = PartialOutput(output, origin_of(opened, settings, calibration))
+    if partial.restarted:
+        report(f"begins anew: {partial.restarted}")
+    elif partial.num_blocks:
+        report(f"goes on after {partial.num_blocks} blocks of an earlier call")
+    walk = Walk(opened, settings, calibration, heldout)
+    outcome = walk.run(partial, advance)
+    num_bytes = write_output(opened, settings, partial, output, tokenizer)
+    partial.remove()
+    given = opened.config, opened.decoder, opened.shapes
+    sizes = {True: sizes_of(*given, None), False: sizes_of(*given, settings)}
+    found = {
+        name: Compared(sizes[name == BEFORE], score)
+        for name, score in outcome.scores.items()
+    }
+    plot_scores(found, pathlib.Path(output) / PICTURE)
+    num_tokens = sum(int((x["weights"] > 0).sum()) for x in heldout)
+    lines = [describe_scores(found, memory, device, num_tokens), *outcome.notes]
+    return Compressed("\n".join(lines), found, num_bytes)
+
+
+def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Problem]:
+    """Yields settings that do not fit the model, the data or the output."""
+    paths = {
+        f"{place.prefix}{layer.path}": layer
+        for place in places_of(opened.decoder)
+        for layer in layers_in(segments_of(opened.decoder.blocks)[place.name])
+    }
+    chosen = {path: rule_of(settings, path) for path in paths}
+    used = {id(rule) for rule in chosen.values()}
+    for number, rule in enumerate(settings.rules):
+        field = f"compress.rules[{number}]"
+        if id(rule) not in used:
+            problem = "decides about no layer"
+            remedy = f"use a pattern found in {next(iter(paths))}, or leave it out"
+            yield Problem(f"{field}.pattern", rule.pattern, problem, remedy)
+    if not any(rule and rule.weights != "compute" for rule in chosen.values()):
+        problem, remedy = "round no weights", "give a rule with weights such as int4"
+        yield Problem("compress.rules", len(settings.rules), problem, remedy)
+    yield from _activation_problems(settings, paths, chosen)
+    if opened.config.model.moe and settings.method.calibrates:
+        moe: Any = opened.config.model.moe
+        if moe.kind != "token_choice":
+            problem = "has experts that choose tokens, which are not recorded"
+            remedy = "use compress.method=nearest"
+            yield Problem("model.moe", moe.kind, problem, remedy)
+    yield from _row_problems(opened.config, settings)
+    target = pathlib.Path(output)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        problem, remedy = "exists and is not empty", "name a new directory"
+        yield Problem("--output", output, problem, remedy)
+
+
+def _activation_problems(
+    settings: Compress, paths: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yields rules of activations that a method or a layer does not honour."""
+    rounds = [x for x, rule in chosen.items() if rule and rule.activations != "compute"]
+    method = settings.method
+    if isinstance(method, Smoothquant) and not rounds:
+        problem = "moves outliers of activations, but no rule rounds activations"
+        remedy = "set activations of a rule, or use gptq or awq"
+        yield Problem("compress.method", method.kind, problem, remedy)
+    experts = [path for path in rounds if paths[path].has_experts]
+    if experts:
+        rule = chosen[experts[0]]
+        problem = f"is not honoured for the experts of {experts[0]}"
+        remedy = "give experts a rule of their own, before this one"
+        yield Problem("compress.rules.activations", rule.activations, problem, remedy)
+
+
+def _row_problems(config: Config, settings: Compress) -> Iterator[Problem]:
+    """Yields numbers of rows that the data does not have."""
+    for name, split in zip(_ROWS, ("train", "validation"), strict=True):
+        if split == "train" and not settings.method.calibrates:
+            continue
+        number, rows = getattr(settings, name), len(open_rows(config, split))
+        if rows < number:
+            problem = f"is more than the {rows} rows of the {split} data"
+            yield Problem(f"compress.{name}", number, problem, f"use {rows} or fewer")
+
+
+def read_batches(config: Config, split: str, number: int) -> list[dict[str, Any]]:
+    """Reads rows of a split in an order that depends on the seed, in equal batches."""
+    rows = open_rows(config, split)
+    places = np.arange(min(number, len(rows)), dtype=np.int64)
+    indices = permute_rows(places, len(rows), config.seed, epoch=0)
+    most = max(1, _PASS_TOKENS // config.data.length)
+    size = max(n for n in range(1, most + 1) if len(indices) % n == 0)
+    return [
+        {name: np.asarray(x) for name, x in rows.read(indices[i : i + size]).items()}
+        for i in range(0, len(indices), size)
+    ]
+
+
+def origin_of(
+    opened: Opened, settings: Compress, batches: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Lists all that compressed blocks depend on."""
+    rows = hashlib.sha256()
+    for batch in batches:
+        for name, x in sorted(batch.items()):
+            rows.update(name.encode() + np.ascontiguousarray(x).tobytes())
+    # Held-out rows change no block.
+    read = dataclasses.replace(settings, num_heldout_rows=1)
+    return {
+        "weights": opened.name,
+        "recipe": repr(read),
+        "model": repr(opened.config.model),
+        "dtype": opened.dtype,
+        "rows": rows.hexdigest(),
+    }

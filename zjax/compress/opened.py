@@ -1,0 +1,132 @@
+"""Weights to compress, of a run or of a Hugging Face checkpoint, block by block."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.checkpoint.start import find_config, open_source, open_weights
+from zjax.checkpoint.store import Store
+from zjax.errors import ConfigError, Problem
+from zjax.models.build import make_model
+from zjax.models.nnx import nest
+from zjax.models.stack import Decoder
+from zjax.settings.schema import Config
+from zjax.sharding.placement import abstract_key
+from zjax.train.average import Part
+from zjax.weights import huggingface, layers
+from zjax.weights.files import tensor_name
+from zjax.weights.source import Entry, Source, cached, check_same, name_leaves
+
+BLOCKS = "blocks"
+"""First part of the paths of the parameters of blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A decoder with weights that are read by name.
+
+    Args:
+        config: Settings of the model.
+        decoder: Decoder with shapes alone.
+        shapes: Shapes of all parameters by path, blocks stacked.
+        source: Weights with layers apart, by names with dots.
+        name: What names the weights in messages.
+    """
+
+    config: Config
+    decoder: Decoder
+    shapes: dict[str, Any]
+    source: Source
+    name: str
+
+    def read_outside(self) -> Any:
+        """Reads the parameters outside of the blocks onto the device."""
+        flat = {
+            tuple(path.split("/")): self._read(tensor_name(path))
+            for path in self.shapes
+            if not path.startswith(f"{BLOCKS}/")
+        }
+        return nest(flat)
+
+    def read_block(self, segment: str, number: int) -> dict[str, jax.Array]:
+        """Reads a block of a segment, by path in the block.
+
+        `segment` is the name of the segment; empty if there is only one.
+        """
+        prefix = f"{BLOCKS}/{segment}/" if segment else f"{BLOCKS}/"
+        return {
+            path.removeprefix(prefix): self._read(f"{tensor_name(path)}[{number}]")
+            for path in self.shapes
+            if path.startswith(prefix)
+        }
+
+    def _read(self, name: str) -> jax.Array:
+        return jnp.asarray(self.source.read_all(name)).astype(self.dtype)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of products, and of the weights that go out."""
+        return self.config.precision.compute_dtype
+
+
+def open_run(config: Config, part: str, step: int) -> tuple[Opened, Part]:
+    """Opens a checkpoint of a run, adapters merged, and returns the kind of weights."""
+    store = Store(str(pathlib.Path(config.directory) / "checkpoints"))
+    source, chosen = open_weights(store, part, step)
+    source = source.renamed({tensor_name(name): name for name in source.entries})
+    name = f"{chosen} of step {step} in {config.directory}"
+    return _opened(config, cached(source), name), chosen
+
+
+def open_huggingface(config: Config) -> Opened:
+    """Opens the checkpoint of Hugging Face that `checkpoint.init_from` names."""
+    directory = config.checkpoint.init_from
+    config_json = find_config(directory)
+
+    def adapt(source: Source, wanted: dict[str, Entry]) -> Source:
+        shape = config.model, config.checkpoint
+        return huggingface.adapted(source, wanted, config_json, *shape)
+
+    return _opened(config, open_source(directory), directory, adapt)
+
+
+def _opened(
+    config: Config, source: Source, name: str, adapt: Any = lambda source, _: source
+) -> Opened:
+    """Checks the names of weights against the model, layers apart."""
+    if config.model.kind != "decoder":
+        problem, remedy = "is not compressed", "give a decoder"
+        raise ConfigError(Problem("model.kind", config.model.kind, problem, remedy))
+    config = calibrated(config)
+    model = make_model(config)
+    params, _ = jax.eval_shape(model.init, abstract_key())
+    decoder = model.bind(params, {})
+    assert isinstance(decoder, Decoder)
+    shapes = name_leaves(params)
+    expected = _layers_apart(shapes)
+    found = layers.untiled(adapt(source, expected))
+    found = layers.restacked(found, list(expected))
+    check_same(expected, found.entries, name, cast=expected)
+    return Opened(config, decoder, shapes, found, name)
+
+
+def calibrated(config: Config) -> Config:
+    """Changes settings so that blocks run whole, on one device, without adapters."""
+    model = dataclasses.replace(config.model, mlp_tiles=1, mlp_chunk_tokens=0)
+    return dataclasses.replace(config, model=model, lora=None, quantize=None)
+
+
+def _layers_apart(shapes: dict[str, Any]) -> dict[str, Entry]:
+    """Returns entries of parameters, a layer of a stack each."""
+    expected = dict[str, Entry]()
+    for path, leaf in shapes.items():
+        name = tensor_name(path)
+        if not path.startswith(f"{BLOCKS}/"):
+            expected[name] = Entry(leaf.shape, "float32")
+            continue
+        for number in range(leaf.shape[0]):
+            expected[f"{name}[{number}]"] = Entry(leaf.shape[1:], "float32")
+    return expected

@@ -1,0 +1,51 @@
+"""Sizes and times of all recipes, before anything is compressed."""
+
+import jax
+
+from zjax.compress.sizes import find_memory, milliseconds, sizes_of
+from zjax.config.load import load_config
+from zjax.errors import ConfigError, Problem
+from zjax.models.build import make_model
+from zjax.models.stack import Decoder
+from zjax.settings.compress import RECIPES, Compress
+from zjax.settings.schema import Config
+from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.placement import abstract_key
+from zjax.weights.source import name_leaves
+
+
+def report_recipes(config: Config, device: str = "") -> str:
+    """Predicts size and decode time of a model by each recipe; reads no weights.
+
+    Args:
+        config: Settings of the model; `config.compress` is a further recipe.
+        device: Name of the device that decodes; "" is the local device.
+
+    Returns:
+        A table of the plain weights and of each recipe.
+
+    Raises:
+        ConfigError: The device is unknown, or the model is no decoder.
+    """
+    memory, device = find_memory(device)
+    if config.model.kind != "decoder":
+        problem, remedy = "is not compressed", "give a decoder"
+        raise ConfigError(Problem("model.kind", config.model.kind, problem, remedy))
+    model = make_model(config)
+    params, _ = jax.eval_shape(model.init, abstract_key())
+    decoder = model.bind(params, {})
+    assert isinstance(decoder, Decoder)
+    shapes = name_leaves(params)
+    recipes: dict[str, Compress | None] = {"as they are": None}
+    for name, recipe in RECIPES.items():
+        recipes[name] = load_config({}, {"compress": recipe}).compress
+    if config.compress is not None:
+        recipes["as configured"] = config.compress
+    rows = []
+    for name, settings in recipes.items():
+        sizes = sizes_of(config, decoder, shapes, settings)
+        time = f"{milliseconds(sizes, memory):.3g}"
+        rows.append((name, format_bytes(sizes.total), time))
+    table = render_table(("weights", "size", "ms a token"), rows, right=(1, 2))
+    note = f"one text on {device}, as fast as its memory delivers weights"
+    return f"{table}\n{note}"
