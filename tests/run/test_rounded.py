@@ -193,10 +193,38 @@ def test_activations_of_models_of_users_are_refused():
     ]
 
 
+def test_a_model_that_reads_its_matrices_as_they_are_is_refused():
+    """Fails if rules have no effect on given functions, and nobody is told."""
+    model = zjax.make_model(make_config(None))
+    config = make_config([{"weights": "int4"}])
+    expected = (
+        "quantize.rules=[Rule(pattern='.*', weights='int4', group_size=128, "
+        "activations='compute')] rounds nothing of a zjax.Model, whose functions are "
+        "given; use zjax.models.rounded.round_params, or leave quantize out"
+    )
+    optimizer = zjax.make_optimizer(config, model)
+    assert problems_of(lambda: zjax.make_run(config, model, optimizer)) == [expected]
+
+
+def test_tables_of_embeddings_stay():
+    """Fails if a table, whose rows are looked up, is rounded as a matrix."""
+    params = {"embedding": jnp.ones((8, 4)) * 0.3, "w": jnp.ones((8, 4))}
+    model = zjax.Model(
+        init=lambda key: (params, {}),
+        loss=lambda params, *others: params,
+        bind=lambda params, state: params,
+        logical=lambda params: dict.fromkeys(params),
+    )
+    given = {name: jax.random.normal(jax.random.key(0), (8, 4)) for name in params}
+    found = round_params(model, Quantize()).bind(given, {})
+    assert (found["embedding"] == given["embedding"]).all()
+    assert (found["w"] != given["w"]).any()
+
+
 def test_a_stack_of_matrices_is_rounded_by_layer():
     """Fails if groups of a model of the user span stacked layers."""
     kernels = jax.random.normal(jax.random.key(0), (2, 6, 4))
-    model = zjax.typing.Model(
+    model = zjax.Model(
         init=lambda key: ({"kernel": kernels}, {}),
         loss=lambda params, *others: params,
         bind=lambda params, state: params,

@@ -7,10 +7,11 @@ are rounded and the adapters are not, as in the QAT of torchao with LoRA.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
 
@@ -114,9 +115,9 @@ def round_params(model: Model, settings: Quantize) -> Model:
     """Makes a model read rounded parameters, whatever library wrote the model.
 
     Matrices are parameters of two dims or more whose path matches a rule, `/kernel` at
-    the end left out. The last dim is the outputs and all others are inputs; a first dim
-    of the logical name `layers` or `experts` is a stack of matrices. Gradients pass the
-    rounding unchanged.
+    the end left out; paths that end in `embedding` are tables and stay as they are. The
+    last dim is the outputs and all others are inputs; a first dim of the logical name
+    `layers` or `experts` is a stack of matrices. Gradients pass the rounding unchanged.
 
     Args:
         model: Model as pure functions.
@@ -156,15 +157,40 @@ def round_params(model: Model, settings: Quantize) -> Model:
     def rounded(params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(lambda k, x: one(path_of(k), x), params)
 
-    bind, loss = model.bind, model.loss
     return dataclasses.replace(
         model,
         # A stack and layers taken apart would read the parameters past the rounding.
         stack=None,
         takes_layers_apart=False,
-        loss=lambda params, *others: loss(rounded(params), *others),
-        bind=lambda params, state: bind(rounded(params), state),
+        loss=ReadsRounded(model.loss, rounded),
+        bind=ReadsRounded(model.bind, rounded),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsRounded:
+    """Function of parameters that a change, such as rounding, reaches first."""
+
+    function: Callable[..., Any]
+    change: Callable[[Params], Params]
+
+    def __call__(self, params: Params, *others: Any) -> Any:
+        """Calls the function with changed parameters."""
+        return self.function(self.change(params), *others)
+
+
+def check_rounding(settings: Quantize, model: Model) -> None:
+    """Refuses rules beside a model that reads matrices as they are."""
+    if isinstance(model.bind, ReadsRounded):
+        return
+    if model.stack is not None:
+        params, state = jax.eval_shape(model.init, abstract_key())
+        module = model.bind(params, state)
+        if isinstance(module, nnx.Module) and rounded_layers(module):
+            return
+    problem = "rounds nothing of a zjax.Model, whose functions are given"
+    remedy = "use zjax.models.rounded.round_params, or leave quantize out"
+    raise ConfigError(Problem("quantize.rules", [*settings.rules], problem, remedy))
 
 
 def _check_activations(settings: Quantize) -> None:
@@ -203,7 +229,9 @@ def _num_stacked(model: Model, params: Params) -> dict[str, int]:
     found = {}
     for keys, x in leaves:
         path = path_of(keys)
-        if is_adapter(path) or not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
+        is_table = path.endswith("embedding")  # multiplies nothing
+        is_number = jnp.issubdtype(x.dtype, jnp.floating)
+        if is_adapter(path) or is_table or not is_number:
             continue
         logical = names
         for key in keys:

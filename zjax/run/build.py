@@ -28,8 +28,8 @@ from zjax.run.resume import fingerprint_functions
 from zjax.run.step import Step, make_step
 from zjax.run.token_scores import TokenScores
 from zjax.run.without_effect import (
-    check_adapters,
     check_loss_acts,
+    check_model_acts,
 )
 from zjax.schedule.learning_rate import make_schedule
 from zjax.settings.schema import Config
@@ -246,14 +246,13 @@ def make_run(
         ProcessError: Processes of the run differ in their settings or software.
         PlanError: Arrays or an optimizer that cannot be placed, or that do not fit.
         ConfigError: `checkpoint.init_from` holds a dense model of another shape, or the
-            model has no adapters of `lora`.
+            model has no adapters of `lora`, or rounds nothing of `quantize`.
         ModelError: Pipelines or offload would train the stack of the model in place of
             the model's loss.
         CheckpointError: `checkpoint.init_from` does not hold this model, or two arrays
             would get the same name in a checkpoint.
     """
-    if config.lora:
-        check_adapters(config.lora, model)
+    check_model_acts(config, model)
     mesh = meshes.make_mesh(config.mesh, devices)
     check_loss_acts(config, model, mesh.shape[meshes.PIPELINE])
     # On a mesh of some processes a collective of all processes would hang.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from zjax.errors import ConfigError, ModelError, Problem
+from zjax.models.rounded import check_rounding
 from zjax.optim.groups import used_axes
 from zjax.settings import choices, schema
 from zjax.settings.parameters import is_adapter
@@ -135,6 +136,14 @@ def _read_by_trainer(config: schema.Config) -> list[Problem]:
         for is_unread, field, value, remedy in unread
         if is_unread
     ]
+
+
+def check_model_acts(config: schema.Config, model: Model) -> None:
+    """Refuses `lora` and `quantize` that the functions of a model do not read."""
+    if config.lora:
+        check_adapters(config.lora, model)
+    if config.quantize:
+        check_rounding(config.quantize, model)
 
 
 def check_adapters(lora: schema.Lora, model: Model) -> None:
