@@ -318,6 +318,19 @@ def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("checkpoint.resize_vocabulary", True, problem, remedy)
 
 
+def _prune(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a start from parts of a larger model that is not named."""
+    if not config.prune:
+        return
+    if not config.checkpoint.init_from:
+        problem = "names no larger model to start from"
+        remedy = "give the directory of a run or of a Hugging Face checkpoint"
+        yield Problem("checkpoint.init_from", "", problem, remedy)
+    if config.checkpoint.resize_vocabulary:
+        problem = "has no effect with prune, which keeps all tokens"
+        yield Problem("checkpoint.resize_vocabulary", True, problem, "set it to False")
+
+
 def _distill(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Yields distillation without a teacher, or for no step."""
     distill = config.distill
@@ -386,6 +399,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     (("lora", "mesh"), parameters.adapter_problems),
     ((), _rounding),
     ((), _checkpoint),
+    ((), _prune),
     (("num_steps", "distill"), _distill),
     (
         ("data", "mesh", "num_steps", "random_ltd", "layer_drop"),

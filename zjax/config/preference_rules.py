@@ -13,6 +13,7 @@ _UNREAD = (
     "curriculum.metrics",
     "buckets",
     "random_ltd",
+    "prune",
     "distill",
 )
 """Settings of training on texts, which rows of examples do not follow."""

@@ -15,6 +15,7 @@ _UNREAD = (
     "buckets",
     "random_ltd",
     "layer_drop",
+    "prune",
     "distill",
     "preference",
     "elasticity",

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,19 @@ from zjax.parallel.sequence import by_chunks, sequence_attention
 from zjax.settings import mixture, schema
 from zjax.stack.forward import combine
 from zjax.typing import Auxiliary, RecordExperts
+
+
+class Activations(NamedTuple):
+    """Activations of a block that tell how important heads and channels are."""
+
+    attention_input: Float[Array, "B L M"]
+    heads: Float[Array, "B L H D"]
+    """Outputs of the heads."""
+    mlp_input: Float[Array, "B L M"]
+    hidden: Float[Array, "B L F"] | None
+    """Hidden channels of the feed-forward; None for a mixture."""
+    experts: Float[Array, "B L E"] | None
+    """1 for the experts that a token chooses; None without a mixture."""
 
 
 class Block(nnx.Module):
@@ -133,6 +146,30 @@ class Block(nnx.Module):
         assert isinstance(self.mlp, MixtureOfExperts)
         x, _ = self._attend(self._make_attend(context), x, context, None)
         return self.mlp.chosen_experts(self._norm_input(self.mlp_norm, x))
+
+    def activations(
+        self, x: Float[Array, "B L M"], context: Context
+    ) -> tuple[Float[Array, "B L M"], "Activations"]:
+        """Transforms the stream in evaluation, and returns what the matrices read."""
+        heads = list[jax.Array]()
+
+        def attend(q, k, v, stored):
+            outputs, cache = self._make_attend(context)(q, k, v, stored)
+            heads.append(outputs)
+            return outputs, cache
+
+        middle, _ = self._attend(attend, x, context, None)
+        read = self._norm_input(self.mlp_norm, middle)
+        hidden = load = None
+        if isinstance(self.mlp, MixtureOfExperts):
+            chosen = self.mlp.chosen_experts(read)
+            load = jax.nn.one_hot(chosen, self.mlp.settings.num_experts).sum(2)
+        else:
+            assert isinstance(self.mlp, FeedForward)
+            hidden = self.mlp.hidden(read)
+        first = self._norm_input(self.attention_norm, x)
+        output, _ = self.continue_with(self._make_attend(context), x, context)
+        return output, Activations(first, heads[0], read, hidden, load)
 
     def trunk(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None

@@ -67,16 +67,23 @@ class FeedForward(nnx.Module):
             hidden = layers.dot_joined(x, self.gate, self.activation)
             return self.down(hidden)
         assert not isinstance(x, layers.Normalized)  # joined kernels alone apply it
+        hidden = self.hidden(x, adapter_dropout)
+        return self.down(hidden, adapter_dropout=adapter_dropout)
+
+    def hidden(
+        self,
+        x: Float[Array, "B L M"],
+        adapter_dropout: layers.AdapterDropout | None = None,
+    ) -> Float[Array, "B L F"]:
+        """Returns the hidden channels, which enter the last matrix."""
         if self.gate is None:
             up = self.up(x, remat.MLP, adapter_dropout=adapter_dropout)
-            hidden = self._activate(up)
-        else:
-            linears = self.up, self.gate
-            up, gate = layers.project(
-                x, linears, remat.MLP, adapter_dropout=adapter_dropout
-            )
-            hidden = self._activate(gate, up)
-        return self.down(hidden, adapter_dropout=adapter_dropout)
+            return self._activate(up)
+        linears = self.up, self.gate
+        up, gate = layers.project(
+            x, linears, remat.MLP, adapter_dropout=adapter_dropout
+        )
+        return self._activate(gate, up)
 
     def _activate(self, *inputs: Float[Array, "B L F"]) -> Float[Array, "B L F"]:
         """Applies the activation to gate and value, or to one input."""

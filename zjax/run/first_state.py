@@ -10,6 +10,7 @@ import jax
 from zjax.checkpoint import start as weights
 from zjax.offload.init import init_layer_by_layer
 from zjax.replicas.state import init_state
+from zjax.run.pruned_start import decide
 from zjax.settings.parameters import is_held_frozen
 from zjax.settings.schema import Config
 from zjax.sharding.plan import Plan, staged_plan
@@ -46,12 +47,15 @@ def _make_adapt(model: Model, config: Config, key: jax.Array) -> weights.Adapt:
     initial = growth.initial_values(model.init, key)
     shape, start, lora = config.model, config.checkpoint, config.lora
     dtype = config.precision.compute_dtype
+    pruned = decide(config)
     is_frozen = functools.partial(is_held_frozen, config=config)
 
     def adapt(source: Source, wanted: Mapping[str, Entry]) -> Source:
         # The order matters: each conversion reads names and shapes that the last one
         # made.
         config_json = weights.find_config(start.init_from)
+        if pruned is not None:
+            source, config_json = pruned.adapt(source, config), None
         source = huggingface.adapted(source, wanted, config_json, shape, start)
         source = growth.resized(source, wanted, start, shape.vocab_size, is_frozen)
         source = growth.upcycled(source, wanted, shape, start, config.seed, initial)

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from zjax.settings import compress as compression
 from zjax.settings import derived, ranges
 from zjax.settings import preference as preferences
+from zjax.settings import prune as pruning
 from zjax.settings import quantize as quantization
 from zjax.settings import rl as reinforcement
 from zjax.settings.choices import Choice, section
@@ -1616,6 +1617,7 @@ class Config:
     """Rules by which training rounds matrices and activations in the forward pass, so
     that the run learns the values of the codes (quantisation-aware training,
     arXiv:1712.05877)."""
+    prune: pruning.Prune | None = None
     distill: Distill | None = None
     preference: (
         preferences.Dpo

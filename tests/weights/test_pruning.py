@@ -1,0 +1,279 @@
+"""Runs that start from some layers and channels of a larger model."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support import language
+from tests.support.refusals import checkpoint_error, config_error
+from tests.weights.test_growth import make_config, start_mixture
+from zjax.config.check import check_config
+from zjax.config.load import load_config
+from zjax.run import pruned_start
+from zjax.run.saving import save
+from zjax.settings import schema
+from zjax.settings.prune import Even, Influence, Listed, Prune
+from zjax.weights import pruning
+from zjax.weights.source import name_leaves
+
+LARGE = dataclasses.replace(language.LLAMA, num_layers=4)
+"""16 channels, 24 hidden, 4 heads of 4 in 2 groups, 29 tokens."""
+MOE = schema.TokenChoice(num_experts=4, top_k=2, expert_size=8)
+DEAD_LAYER, DEAD_CHANNELS, DEAD_HIDDEN = 2, (3, 7, 8, 15), range(5, 13)
+DEAD_GROUPS = (0, 1, 0, 1)
+"""Group of heads without outputs, by layer."""
+
+
+def draw(shape):
+    """Random weights by name; some layers, groups and channels do nothing."""
+    decoder = language.make_language_model(shape)
+    weights = {
+        n: np.array(x) for n, x in name_leaves(language.params_of(decoder)).items()
+    }
+    for layer, group in enumerate(DEAD_GROUPS[: shape.num_layers]):
+        weights["blocks/attention/value/kernel"][layer, :, group] = 0
+    if not shape.moe:
+        weights["blocks/mlp/up/kernel"][:, :, [*DEAD_HIDDEN]] = 0
+        weights["blocks/mlp/down/kernel"][DEAD_LAYER] = 0
+        weights["blocks/attention/out/kernel"][DEAD_LAYER] = 0
+    for name in ("attention_norm", "mlp_norm"):
+        weights[f"blocks/{name}/scale"][:, [*DEAD_CHANNELS]] = 0
+    return weights
+
+
+def save_run(shape, folder):
+    weights = draw(shape)
+    file = folder / "w.safetensors"
+    tensors = {n.replace("/", "."): x for n, x in weights.items()}
+    safetensors.numpy.save_file(tensors, file)
+    run = start_mixture(_config(shape, file))
+    save(folder / "checkpoints", run.state, run)
+    return str(folder), weights
+
+
+def _config(shape, path, *overrides, **sections):
+    base = make_config(dataclasses.replace(shape, moe=None), path, None, **sections)
+    return load_config(dataclasses.replace(base, model=shape), *overrides)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    return save_run(LARGE, tmp_path_factory.mktemp("large"))
+
+
+def start(small, path, directory, **settings):
+    config = _config(small, path, prune=Prune(**settings), directory=str(directory))
+    data = dataclasses.replace(config.data, length=8)
+    return start_mixture(dataclasses.replace(config, data=data))
+
+
+def weights_of(run):
+    return {n: np.asarray(x) for n, x in name_leaves(run.state.master).items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"layers": Even()}, (0, 3)),
+        ({"layers": Listed(numbers=(1, 2))}, (1, 2)),
+    ],
+)
+def test_fewer_layers_are_layers_of_the_larger_model(settings, kept, large, tmp_path):
+    """Bit for bit; fails if the run begins with random or with other layers."""
+    path, weights = large
+    run = start(dataclasses.replace(LARGE, num_layers=2), path, tmp_path, **settings)
+    found = weights_of(run)
+    assert found.keys() == weights.keys()
+    for name, x in found.items():
+        is_layer = name.startswith("blocks/")
+        expected = weights[name][list(kept)] if is_layer else weights[name]
+        np.testing.assert_array_equal(x, expected, err_msg=name)
+
+
+NARROW = dataclasses.replace(
+    LARGE,
+    num_layers=3,
+    embed_size=12,
+    mlp_size=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=4,
+)
+
+
+def test_what_does_nothing_is_taken_away(large, tmp_path):
+    """Fails if importance ranks layers, channels or heads of zeros above others."""
+    path, weights = large
+    run = start(NARROW, path, tmp_path)
+    found = weights_of(run)
+    layers = [x for x in range(4) if x != DEAD_LAYER]
+    channels = [x for x in range(16) if x not in DEAD_CHANNELS]
+    hidden = [x for x in range(24) if x not in DEAD_HIDDEN]
+    groups = [1 - DEAD_GROUPS[x] for x in layers]
+    up = weights["blocks/mlp/up/kernel"][np.ix_(layers, channels, hidden)]
+    np.testing.assert_array_equal(found["blocks/mlp/up/kernel"], up)
+    down = weights["blocks/mlp/down/kernel"][np.ix_(layers, hidden, channels)]
+    np.testing.assert_array_equal(found["blocks/mlp/down/kernel"], down)
+    for place, (layer, group) in enumerate(zip(layers, groups, strict=True)):
+        query = weights["blocks/attention/query/kernel"][layer][channels]
+        both = query[:, [2 * group, 2 * group + 1]]
+        np.testing.assert_array_equal(
+            found["blocks/attention/query/kernel"][place], both
+        )
+        key = weights["blocks/attention/key/kernel"][layer][channels][:, [group]]
+        np.testing.assert_array_equal(found["blocks/attention/key/kernel"][place], key)
+    table = weights["embedding/tokens"][:, channels]
+    np.testing.assert_array_equal(found["embedding/tokens"], table)
+    number = 2 * 29 * 12 + 12 + 3 * (2 * 12 + 12 * 4 * (2 + 1 + 1 + 2) + 3 * 12 * 16)
+    assert sum(x.size for x in found.values()) == number
+
+
+def test_the_choice_is_made_once(large, tmp_path, monkeypatch, caplog):
+    """Fails if a second start measures again, or reads a damaged record."""
+    path, _ = large
+    first = weights_of(start(NARROW, path, tmp_path))
+    assert caplog.messages[-1] == (
+        f"checkpoint.init_from='{path}' is pruned: layers 0, 1, 3 of 4; 12 of 16 "
+        "channels; 2 of 4 heads; 16 of 24 hidden channels stay"
+    )
+    monkeypatch.setattr(pruned_start, "measure", None)
+    again = weights_of(start(NARROW, path, tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+    config = _config(NARROW, path, prune=Prune(), directory=str(tmp_path))
+    recorded = pruned_start.recorded(config)
+    assert recorded is not None and recorded.kept.layers == (0, 1, 3)
+    file = pathlib.Path(tmp_path, "pruned.json")
+    record = json.loads(file.read_text())
+    record["kept"]["layers"] = [1, 2, 3]
+    file.write_text(json.dumps(record))
+    with checkpoint_error(
+        f"directory={str(file)!r} cannot read which parts of a larger model began the "
+        "run: its checksum differs; restore the file, or begin a run in another "
+        "directory"
+    ):
+        start(NARROW, path, tmp_path)
+
+
+def test_experts_that_few_tokens_choose_are_taken_away(tmp_path):
+    """Fails if router and experts keep different experts."""
+    large = dataclasses.replace(LARGE, num_layers=2, moe=MOE)
+    path, weights = save_run(large, tmp_path)
+    moe = dataclasses.replace(MOE, num_experts=3)
+    small = dataclasses.replace(large, moe=moe)
+    run = start(small, path, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "pruned.json").read_text())
+    found = weights_of(run)
+    for layer, kept in enumerate(record["kept"]["experts"]):
+        for name in ("mlp/router/kernel", "mlp/experts/up/kernel"):
+            expected = weights[f"blocks/{name}"][layer]
+            is_router = "router" in name
+            expected = expected[:, kept] if is_router else expected[kept]
+            np.testing.assert_array_equal(found[f"blocks/{name}"][layer], expected)
+
+
+@pytest.mark.parametrize(
+    ("small", "settings", "text"),
+    [
+        (
+            {},
+            {},
+            "prune='prune' takes nothing away: model is as large as "
+            "checkpoint.init_from={path!r}; set it to None, or use fewer or narrower "
+            "layers",
+        ),
+        (
+            {"num_layers": 5},
+            {},
+            "model.num_layers=5 is more than the 4 of checkpoint.init_from={path!r}; "
+            "use at most 4",
+        ),
+        (
+            {"embed_size": 12, "head_size": 3},
+            {},
+            "model.head_size=3 is 4 in checkpoint.init_from={path!r}; use 4",
+        ),
+        (
+            {"num_heads": 3, "num_kv_heads": 1, "head_size": 4},
+            {},
+            "model.num_heads=3 leaves no whole groups: 2 heads share keys and values "
+            "in checkpoint.init_from={path!r}; use 2 times model.num_kv_heads=1",
+        ),
+        (
+            {"num_layers": 2},
+            {"layers": Listed(numbers=(1,))},
+            "prune.layers.numbers=(1,) lists 1 layers, and model.num_layers=2; list 2",
+        ),
+        (
+            {"num_layers": 2},
+            {"layers": Listed(numbers=(1, 4))},
+            "prune.layers.numbers=(1, 4) names a layer that "
+            "checkpoint.init_from={path!r} does not have; use 0 to 3",
+        ),
+        (
+            {"num_layers": 2},
+            {"layers": Listed(numbers=(2, 1))},
+            "prune.layers.numbers=(2, 1) are not ascending from 0; sort them",
+        ),
+        (
+            {"mlp_size": 16},
+            {"layers": Even()},
+            "prune.layers='even' chooses no layers: model.num_layers is that of "
+            "checkpoint.init_from={path!r}; leave it out",
+        ),
+        (
+            {"num_layers": 2},
+            {"layers": Even(), "num_rows": 4},
+            "prune.num_rows=4 is read by no measurement; leave it at 32, or set "
+            "prune.layers='influence'",
+        ),
+    ],
+)
+def test_what_cannot_be_pruned_is_refused(small, settings, text):
+    model, path = dataclasses.replace(LARGE, **small), "runs/large"
+    found = pruning.misfits(LARGE, model, Prune(**settings), path)
+    assert [str(x) for x in found] == [text.format(path=path)]
+
+
+@pytest.mark.parametrize(
+    ("large", "text"),
+    [
+        (
+            dataclasses.replace(language.LATENT, num_layers=4),
+            "has model.latent, whose shared keys have no heads to take; use a model "
+            "without latent attention",
+        ),
+        (
+            dataclasses.replace(language.BERT, num_layers=4),
+            "is an encoder, which prune does not take; use a decoder",
+        ),
+        (
+            dataclasses.replace(LARGE, moe=dataclasses.replace(MOE, every=2)),
+            "has layers of several kinds, and prune takes layers of one kind; use a "
+            "model whose layers are alike",
+        ),
+    ],
+)
+def test_models_without_parts_to_take_are_refused(large, text):
+    small = dataclasses.replace(large, num_layers=2)
+    found = pruning.misfits(large, small, Prune(layers=Influence()), "runs/large")
+    assert [str(x) for x in found] == [f"checkpoint.init_from='runs/large' {text}"]
+
+
+def test_a_pruned_start_needs_a_model(tmp_path):
+    with config_error(
+        "checkpoint.init_from='' names no larger model to start from; give the "
+        "directory of a run or of a Hugging Face checkpoint"
+    ):
+        check_config(load_config({"prune": "prune"}), 1)
+    file = tmp_path / "w.safetensors"
+    safetensors.numpy.save_file({"w": np.zeros(1, np.float32)}, file)
+    with checkpoint_error(
+        f"checkpoint.init_from={str(file)!r} says of no model how large it is, which "
+        "prune compares; give the directory of a run, or of a Hugging Face checkpoint"
+    ):
+        start(NARROW, str(file), tmp_path)
