@@ -17,7 +17,10 @@ from tests.support import language, offload
 from tests.support.runs import make_small_run
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, ConfigError
+from zjax.ops import cross_entropy
+from zjax.ops.divergence import FORWARD, REVERSE
 from zjax.run.saving import restore, save
+from zjax.settings import distill as settings
 from zjax.settings import schema
 from zjax.settings.mappings import to_mapping
 from zjax.sharding import plan as plans
@@ -54,7 +57,9 @@ def teacher(tmp_path_factory):
     return str(folder), decoder
 
 
-def make_config(path="", stage=0, memory: Any = "device", *, state="device", **more):
+def make_config(
+    path="", stage=0, memory: Any = "device", *, state="device", learns=None, **more
+):
     distill = None
     if path:
         distill = schema.Distill(
@@ -63,6 +68,7 @@ def make_config(path="", stage=0, memory: Any = "device", *, state="device", **m
             temperature=TEMPERATURE,
             fraction=0.1,
             memory=memory,
+            **learns or {},
         )
     model = more.pop("model", STUDENT)
     more["optimizer"] = {"clip_norm": math.inf}
@@ -171,6 +177,62 @@ def assert_rests(found, memory, decoder):
         np.testing.assert_array_equal(whole, x)
     kernel = found["blocks"]["segment1"]["mlp"]["experts"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.nbytes < kernel.nbytes
+
+
+def oracle(divergence, p, q):
+    """Divergences of probabilities of teacher and student, in float64."""
+    beta = getattr(divergence, "beta", 0.5)
+    m = beta * p + (1 - beta) * q
+    if isinstance(divergence, settings.ReverseKl):
+        return np.sum(q * np.log(q / p), -1)
+    to_teacher, to_student = (np.sum(x * np.log(x / m), -1) for x in (p, q))
+    return beta * to_teacher + (1 - beta) * to_student
+
+
+@pytest.mark.parametrize(
+    "divergence", [settings.ReverseKl(), settings.JensenShannon(beta=0.3)]
+)
+def test_other_divergences_are_what_numpy_computes(divergence, teacher):
+    """Fails if the setting changes nothing, or is of the student from the teacher."""
+    path, decoder = teacher
+    run = start(make_config(path, learns={"divergence": divergence}))
+    batch = jax.tree.map(jnp.asarray, make_batch(0))
+    batch = teacher_of(run).teach(batch)
+
+    found = jax.jit(run.model.loss)(run.state.master, {}, batch, None)
+    student = run.model.bind(run.state.master, {})
+    logits = [x(batch["tokens"]) for x in (decoder, student)]
+    p, q = (np.exp(np.asarray(x, np.float64) / TEMPERATURE) for x in logits)
+    p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
+    expected = TEMPERATURE**2 * oracle(divergence, p, q).mean()
+    np.testing.assert_allclose(found.metrics["teacher_divergence"], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("beta", [FORWARD, 0.3, REVERSE])
+def test_gradients_of_divergences_are_finite_differences(beta):
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    head, along = draw(5, 4), draw(1, 3, 4)
+    teacher = cross_entropy.Teacher(draw(1, 3, 4), draw(5, 4), draw(), jnp.float32(2))
+    targets = jnp.zeros((1, 3), int)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_of(hidden):
+        given = {"teacher": teacher, "divergence": beta}
+        weights = jnp.ones(targets.shape)
+        return cross_entropy.token_loss(
+            hidden, head, targets, weights, **given
+        ).loss_sum
+
+    hidden = draw(1, 3, 4)
+    _, gradient = loss_of(hidden)
+    ahead, behind = (loss_of(hidden + x * along)[0] for x in (1e-2, -1e-2))
+    slope = float(jnp.vdot(gradient, along))
+    np.testing.assert_allclose((ahead - behind) / 2e-2, slope, rtol=2e-3)
 
 
 def test_after_the_stage_a_run_is_one_without_teacher(teacher, tmp_path):

@@ -17,7 +17,17 @@ from zjax.config import (
 )
 from zjax.errors import ConfigError, Problem
 from zjax.schedule import dropping
-from zjax.settings import axes, batch, layers, parameters, ranges, replicas, schema
+from zjax.settings import (
+    axes,
+    batch,
+    choices,
+    layers,
+    parameters,
+    ranges,
+    replicas,
+    schema,
+)
+from zjax.settings.distill import HiddenStates
 from zjax.settings.quantize import Rule
 
 _UNUSED_OPTIMIZER = schema.Optimizer(schedule=schema.Constant(num_warmup_steps=0))
@@ -342,6 +352,31 @@ def _distill(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if not distill.num_steps(config.num_steps):
         problem = f"is no step of num_steps={config.num_steps}"
         yield Problem("distill.fraction", distill.fraction, problem, "use more")
+    if distill.hidden:
+        yield from _hidden(config, distill, distill.hidden)
+
+
+def _hidden(
+    config: schema.Config, distill: schema.Distill, hidden: HiddenStates
+) -> Iterator[Problem]:
+    """Yields streams of a teacher that blocks of a student cannot be compared with."""
+    field, until = "distill.hidden.fraction", distill.fraction
+    if hidden.fraction > until:
+        problem = f"ends after the stage of distill.fraction={until}"
+        yield Problem(field, hidden.fraction, problem, f"use at most {until}")
+    elif not hidden.num_steps(config.num_steps):
+        problem = f"is no step of num_steps={config.num_steps}"
+        yield Problem(field, hidden.fraction, problem, "use more")
+    others = {
+        "random_ltd": config.random_ltd is not None,
+        "layer_drop": config.layer_drop is not None,
+        "mesh.pipeline": config.mesh.pipeline > 1,
+        "model.mlp_tiles": config.model.mlp_tiles > 1,
+    }
+    for name in (name for name, is_set in others.items() if is_set):
+        problem = "splits the streams that distill.hidden compares"
+        remedy = "leave it out, or set distill.hidden to None"
+        yield Problem(name, choices.value_at(config, name), problem, remedy)
 
 
 def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:

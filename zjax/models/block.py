@@ -109,7 +109,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, MixtureOfExperts):
             # A key apart from dropout's: `_keys` splits `key` itself.
             router_key = None if key is None else fold_name(key, "router")
-            counts = _counts(context, y)
+            counts = token_mask(context, y)
             how = {"trained": context.trained, "adapter_dropout": dropout}
             how["given"] = None if context.experts is None else context.experts[0]
             y, auxiliary = self.mlp(y, counts, router_key, **how)
@@ -305,7 +305,7 @@ def run_tile(
     return layers.dropout(tile(mlp_input), config, _keys(key)[1])
 
 
-def _counts(context: Context, x: jax.Array) -> jax.Array | None:
+def token_mask(context: Context, x: jax.Array) -> jax.Array | None:
     """Mask bool[B, L] of the tokens that are not padding; None without padding."""
     if context.segment_ids is not None:
         return context.segment_ids != 0

@@ -17,7 +17,9 @@ from zjax.models.layers import MatmulDtype
 from zjax.models.nnx import logical_of, nest, values_of
 from zjax.models.stack import Decoder, Encoder, execution_of, make_stack
 from zjax.ops import remat
+from zjax.ops.divergence import FORWARD, REVERSE
 from zjax.ops.keys import fold_name
+from zjax.settings import distill as settings
 from zjax.settings import schema
 from zjax.settings.layers import layers_per_scan
 from zjax.settings.mixture import describe_future
@@ -40,7 +42,7 @@ def make_model(config: Config) -> Model:
     the divergence from the teacher's logits.
 
     Args:
-        config: Settings; read for `model`, `lora`, `quantize`, `precision`,
+        config: Settings; read for `model`, `lora`, `quantize`, `distill`, `precision`,
             `deterministic`, `data.length`, and whether each block runs as a separate
             program.
 
@@ -55,12 +57,27 @@ def make_model(config: Config) -> Model:
         (12, 768, 12, 64)
     """
     model = dataclasses.replace(config.model, layers_per_scan=layers_per_scan(config))
-    how = {"deterministic": config.deterministic}
+    how: dict[str, Any] = {"deterministic": config.deterministic}
     # An encoder has no such mode.
     if config.precision.batch_invariant:
         how["batch_invariant"] = True
+    if config.distill:
+        how["divergence"] = _divergence_of(config.distill)
+        hidden = config.distill.hidden
+        how["states_weight"] = hidden.weight if hidden else 0.0
     precision, length = config.precision.matmul_dtype, config.data.length
     return _build(model, precision, length, config.lora, config.quantize, **how)
+
+
+def _divergence_of(distill: schema.Distill) -> float:
+    """Returns the divergence of settings, as `zjax.ops.divergence` names it."""
+    match distill.divergence:
+        case settings.ForwardKl():
+            return FORWARD
+        case settings.ReverseKl():
+            return REVERSE
+        case settings.JensenShannon(beta=beta):
+            return beta
 
 
 # One command builds the same model to plan host memory, to choose a mesh, and to run;
@@ -72,6 +89,8 @@ def _build(
     length: int,
     adapters: schema.Lora | None,
     rules: Quantize | None,
+    divergence: float = FORWARD,
+    states_weight: float = 0.0,
     **options: bool,
 ) -> Model:
     """Builds the model of the given shape; equal arguments share the result."""
@@ -86,6 +105,8 @@ def _build(
 
     def make(key: jax.Array, only_block: jax.Array | None = None) -> Any:
         module = make_module(only_block=only_block, rngs=nnx.Rngs(key))
+        module.head.divergence = divergence
+        module.states_weight = states_weight
         if adapters:
             # A separate key: base weights equal the weights of a run without adapters.
             lora_key = fold_name(key, "lora")
@@ -148,6 +169,7 @@ def _entries(config: schema.Model) -> Entries:
         f"schedule/{ATTENTION_WINDOW}": Entry((), is_optional=True),
         "teacher/hidden": Entry(("B", "L", "N"), is_optional=True),
         "teacher/head": Entry((size, "N"), is_optional=True),
+        "teacher/states": Entry(("B", "L", "S", "W"), is_optional=True),
         "teacher/weight": Entry((), is_optional=True),
         "teacher/temperature": Entry((), is_optional=True),
     }

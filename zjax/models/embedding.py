@@ -85,12 +85,15 @@ class Context(NamedTuple):
     experts: Int[Array, "*N G B L K"] | None = None
     """Experts of each token in place of the routers' choice, -1 for none, by block and
     by layer of a block; after `of_block` by layer alone. None lets routers choose."""
+    states: Float[Array, "*S B L W"] | None = None
+    """Stream of a teacher that each block shall reach, by block; after `of_block` of
+    the block alone. None without such a teacher."""
 
     def of_block(self, number: Any) -> "Context":
         """Selects what block `number` reads."""
-        if self.experts is None:
-            return self
-        return self._replace(experts=self.experts[number])
+        given = self.experts, self.states
+        experts, states = jax.tree.map(lambda x: x[number], given)
+        return self._replace(experts=experts, states=states)
 
     def of_layer(self, number: int) -> "Context":
         """Selects what layer `number` of a block reads, as of a block of one layer."""
@@ -101,6 +104,7 @@ class Context(NamedTuple):
     def take_tokens(self, indices: Int[Array, "B K"]) -> "Context":
         """Selects tokens of each row, at ascending indices."""
         assert self.experts is None  # no such policy drops tokens
+        assert self.states is None  # see config.check
 
         def take(x: Array) -> Array:
             # Arrays of one row hold for all rows.
@@ -211,6 +215,10 @@ class Embedding(nnx.Module):
             jax.tree.map(arrange, trained_tokens(batch, self.config)),
             batch.get("token_mask"),
             jax.tree.map(self._by_block, jax.tree.map(arrange, batch.get("experts"))),
+            jax.tree.map(
+                lambda x: jnp.moveaxis(arrange(x), 2, 0),
+                batch.get("teacher", {}).get("states"),
+            ),
         )
         x = layers.dropout(x, self.config, key, self.config.embedding_dropout)
         return tensor.pin_stream(x), context

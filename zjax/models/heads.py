@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from zjax.models import layers
 from zjax.ops import activation, invariant
 from zjax.ops.cross_entropy import Teacher, TokenLoss, token_loss
+from zjax.ops.divergence import FORWARD
 from zjax.ops.target_logprobs import TargetLogprobs, target_logprobs
 from zjax.ops.token_chunks import logits_of
 from zjax.parallel import sequence, tensor
@@ -34,6 +35,8 @@ class Head(nnx.Module):
         self.config = config
         self.invariant = False
         """Whether sums have one order, see `zjax.ops.invariant`."""
+        self.divergence = FORWARD
+        """Divergence from a teacher, see `zjax.ops.divergence`."""
         self.transform = (
             layers.Linear(embed, embed, use_bias=config.use_bias, rngs=rngs)
             if masked
@@ -71,7 +74,7 @@ class Head(nnx.Module):
         """
         teacher = batch.get("teacher")
         if teacher is not None:
-            teacher = Teacher(**teacher)
+            teacher = Teacher(**{name: teacher[name] for name in Teacher._fields})
             # The student's states are in the order in which devices split sequences.
             hidden = sequence.arrange(teacher.hidden, self.config)
             teacher = teacher._replace(hidden=hidden)
@@ -81,6 +84,7 @@ class Head(nnx.Module):
             sequence.arrange(token_weights(batch), self.config),
             bias=None if self.bias is None else self.bias[...],
             teacher=teacher,
+            divergence=self.divergence,
             cap=self.config.logit_soft_cap,
             z_loss=self.config.z_loss,
             invariant=self.invariant,

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models import layers
@@ -19,6 +19,7 @@ from zjax.models.block import (
     make_segments,
     run_tile,
     segments_of,
+    token_mask,
 )
 from zjax.models.embedding import Context, Embedding
 from zjax.models.feed_forward import TiledFeedForward
@@ -29,7 +30,7 @@ from zjax.moe.balance import move_bias
 from zjax.ops import remat
 from zjax.parallel import sequence
 from zjax.settings import schema
-from zjax.settings.mixture import Layer, segment_shapes
+from zjax.settings.mixture import Layer, num_blocks, segment_shapes
 from zjax.stack.forward import Execution, run_stack
 from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
 
@@ -48,6 +49,9 @@ class Decoder(nnx.Module):
         only_block: int32[], index of the only block of each segment to initialise;
             None means all blocks.
     """
+
+    states_weight = 0.0
+    """Weight of the distance from a teacher's stream."""
 
     def __init__(
         self,
@@ -112,6 +116,9 @@ class Encoder(nnx.Module):
         only_block: int32[], index of the only block of each segment to initialise;
             None means all blocks.
     """
+
+    states_weight = 0.0
+    """Weight of the distance from a teacher's stream."""
 
     def __init__(
         self,
@@ -193,6 +200,7 @@ class StackedModel(Protocol):
     embedding: Embedding
     blocks: Block | BlockGroup | Segments
     head: Head
+    states_weight: float
 
 
 def make_stack(model: StackedModel) -> Stack:
@@ -206,6 +214,8 @@ def make_stack(model: StackedModel) -> Stack:
     config, names = model.config, tuple(segments_of(model.blocks))
     embedding, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)
+    # The mean over blocks, as auxiliary losses are summed.
+    distance_weight = model.states_weight / num_blocks(config)
 
     def embed(params, batch, key):
         return nnx.merge(embedding, params["embedding"])(batch, key)
@@ -236,7 +246,7 @@ def make_stack(model: StackedModel) -> Stack:
     return Stack(
         embed=embed,
         segments=tuple(
-            _segment(blocks, shape.num_blocks)
+            _segment(blocks, shape.num_blocks, distance_weight)
             for blocks, shape in zip(
                 segments_of(model.blocks).values(), segment_shapes(config), strict=True
             )
@@ -250,7 +260,7 @@ def make_stack(model: StackedModel) -> Stack:
         if config.kind == "decoder" and not config.logit_soft_cap
         else None,
         take_tokens=Context.take_tokens,
-        of_block=Context.of_block if config.moe else None,
+        of_block=Context.of_block if config.moe or model.states_weight else None,
         target_logprobs=target_logprobs if config.kind == "decoder" else None,
         values=values if config.value_head else None,
     )
@@ -312,7 +322,41 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
     return Tiles(split=split, trunk=trunk, tile=tile, add=add)
 
 
-def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:
+def _with_distance(
+    auxiliary: Auxiliary, x: jax.Array, context: Context, weight: float
+) -> Auxiliary:
+    """Adds the distance of a block's output from the teacher's stream to the loss."""
+    distance = stream_distance(x, context.states, token_mask(context, x))
+    loss = weight * distance
+    loss = loss if auxiliary.loss is None else auxiliary.loss + loss
+    metrics = {**auxiliary.metrics, "hidden_distance": distance}
+    return auxiliary._replace(loss=loss, metrics=metrics)
+
+
+def stream_distance(
+    x: Float[Array, "B L W"],
+    target: Float[Array, "B L W"],
+    mask: Bool[Array, "B L"] | None,
+) -> Float[Array, ""]:
+    """Averages the squared error over the squared norm of the target, over tokens.
+
+    Example:
+        >>> x, target = jnp.array([[[1.0, 0], [3, 3]]]), jnp.array([[[2.0, 0], [3, 3]]])
+        >>> float(stream_distance(x, target, None))
+        0.125
+    """
+    x, target = x.astype(jnp.float32), target.astype(jnp.float32)
+    error, size = jnp.square(x - target).sum(-1), jnp.square(target).sum(-1)
+    # A stream of zeros is reached by zeros alone.
+    distances = error / jnp.maximum(size, jnp.finfo(jnp.float32).tiny)
+    if mask is None:
+        return distances.mean()
+    return jnp.sum(distances * mask) / jnp.maximum(mask.sum(), 1)
+
+
+def _segment(
+    blocks: Block | BlockGroup, num_blocks: int, distance_weight: float
+) -> Segment:
     """Makes the segment of stacked blocks, with the rules that move router biases."""
     graph, _ = nnx.split(blocks)
     config, tiles = layers_of(blocks)[0].config, None
@@ -320,7 +364,10 @@ def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:
         tiles = _tiles(blocks, config)
 
     def block(params, carry, context, key):
-        return nnx.merge(graph, params)(carry, context, key)
+        carry, auxiliary = nnx.merge(graph, params)(carry, context, key)
+        if context.states is not None:
+            auxiliary = _with_distance(auxiliary, carry, context, distance_weight)
+        return carry, auxiliary
 
     totals, moves = {}, {}
     for number, layer in enumerate(layers_of(blocks)):

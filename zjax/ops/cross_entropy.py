@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from zjax.ops import invariant as ordered
 from zjax.ops.activation import soft_cap
+from zjax.ops.divergence import FORWARD, divergence_of, slopes_of
 from zjax.ops.token_chunks import (
     FROM_LOGITS,
     float32_einsum,
@@ -62,6 +63,7 @@ def token_loss(
     *,
     bias: Float[Array, " V"] | None = None,
     teacher: Teacher | None = None,
+    divergence: float = FORWARD,
     cap: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int = 0,
@@ -78,7 +80,8 @@ def token_loss(
     and weight NaN. `weights` are not differentiated. `cap` bounds the logits by tanh,
     and needs `teacher=None`. At most `chunk_tokens` tokens per shard have logits at one
     time; 0 means all tokens. The numbers of shards divide B and L. With `invariant`,
-    the loss of a token is the same bits beside any tokens.
+    the loss of a token is the same bits beside any tokens. `divergence` is a
+    `beta` of `zjax.ops.divergence`.
 
     Reference:
         z-loss: Chowdhery et al., PaLM (arXiv:2204.02311, section 5).
@@ -91,7 +94,7 @@ def token_loss(
     chunks = split(hidden), split(targets), split(weights)
     if teacher is not None:
         teacher = teacher._replace(hidden=split(teacher.hidden))
-    terms = _Terms(z_loss, cap, invariant)
+    terms = _Terms(z_loss, cap, invariant, divergence)
     loss_sum, correct_sum, divergence_sum = _summed_loss(
         terms, chunks[0], head, bias, *chunks[1:], teacher
     )
@@ -105,6 +108,7 @@ class _Terms(NamedTuple):
     z_loss: float
     soft_cap: float
     invariant: bool
+    divergence: float
 
 
 def _checked_weights(targets, weights, num_ids):
@@ -218,19 +222,19 @@ def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hi
             # The derivative of tanh, from the capped logits.
             dlogits *= 1.0 - jnp.square(logits / terms.soft_cap)
         return (loss_sum, correct_sum, None), dlogits.astype(hidden.dtype)
-    divergences, slopes = _divergence(logits, teacher_hidden, teacher)
+    divergences, slopes = _divergence(terms.divergence, logits, teacher_hidden, teacher)
     divergence_sum = jnp.sum(divergences * weights, (1, 2))
     loss_sum += teacher.weight * divergence_sum
     dlogits += teacher.weight * slopes * weights[..., None]
     return (loss_sum, correct_sum, divergence_sum), dlogits.astype(hidden.dtype)
 
 
-def _divergence(logits, teacher_hidden, teacher):
-    """KL divergence from the teacher per token, and the gradient of the logits."""
+def _divergence(beta, logits, teacher_hidden, teacher):
+    """Divergence from the teacher per token, and the gradient of the logits."""
     target = float32_einsum("prcm,vm->prcv", teacher_hidden, teacher.head)
     target = jax.nn.log_softmax(target / teacher.temperature)
     own = jax.nn.log_softmax(logits / teacher.temperature)
-    divergences = jnp.sum(jnp.exp(target) * (target - own), -1)
+    divergences = divergence_of(beta, target, own)
     # The chain rule divides by the temperature; its square is the factor of the sum.
-    slopes = teacher.temperature * (jnp.exp(own) - jnp.exp(target))
+    slopes = teacher.temperature * slopes_of(beta, target, own)
     return jnp.square(teacher.temperature) * divergences, slopes

@@ -6,13 +6,13 @@ and one number per token: no probabilities are stored.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from zjax.errors import ConfigError, Problem
+from zjax.ops.divergence import FORWARD, REVERSE, divergence_of, slopes_of
 from zjax.rl.logprobs import log_partition
 from zjax.rl.masks import at_least_float32
 from zjax.rl.ranges import check_above_zero
@@ -56,7 +56,7 @@ def reverse_kl(
         Gu et al., MiniLLM (arXiv:2306.08543, equation 1), without the return of later
         tokens; Agarwal et al., GKD (arXiv:2306.13649).
     """
-    return _checked(_REVERSE, student, teacher, mask, temperature)
+    return _checked(REVERSE, student, teacher, mask, temperature)
 
 
 def forward_kl(
@@ -81,7 +81,7 @@ def forward_kl(
     Reference:
         Hinton et al. (arXiv:1503.02531); Agarwal et al., GKD (arXiv:2306.13649).
     """
-    return _checked(_FORWARD, student, teacher, mask, temperature)
+    return _checked(FORWARD, student, teacher, mask, temperature)
 
 
 def jensen_shannon(
@@ -127,11 +127,6 @@ def jensen_shannon(
     return _checked(beta, student, teacher, mask, temperature)
 
 
-_FORWARD, _REVERSE = 0.0, 1.0
-"""Ends of the range of `beta`, each over the factor by which the divergence vanishes.
-"""
-
-
 def _checked(beta, student, teacher, mask, temperature):
     """Checks the temperature, and computes the divergence."""
     check_above_zero(temperature=temperature)
@@ -149,14 +144,7 @@ def _divergence_forward(terms, student, teacher, mask):
     beta, temperature = terms
     norms = tuple(log_partition(x, temperature) for x in (student, teacher))
     log_q, log_p = _log_softmax(temperature, (student, teacher), norms)
-    if beta == _FORWARD:
-        values = _expectation(log_p, log_p - log_q)
-    elif beta == _REVERSE:
-        values = _expectation(log_q, log_q - log_p)
-    else:
-        log_m = _log_mixture(beta, log_p, log_q)
-        values = beta * _expectation(log_p, log_p - log_m)
-        values += (1 - beta) * _expectation(log_q, log_q - log_m)
+    values = divergence_of(beta, log_p, log_q)
     values = jnp.where(mask, values, 0)
     return values, (student, teacher, mask, norms)
 
@@ -166,15 +154,7 @@ def _divergence_backward(terms, residuals, cotangents):
     student, teacher, mask, norms = residuals
     beta, temperature = terms
     log_q, log_p = _log_softmax(temperature, (student, teacher), norms)
-    if beta == _FORWARD:
-        slopes = jnp.exp(log_q) - jnp.exp(log_p)
-    else:
-        # The slope by log q, whose mean under q the softmax takes away.
-        is_reverse = beta == _REVERSE
-        log_m = log_p if is_reverse else _log_mixture(beta, log_p, log_q)
-        ratios = _finite_product(log_q, log_q - log_m)
-        slopes = ratios - jnp.exp(log_q) * ratios.sum(-1, keepdims=True)
-        slopes *= 1 if is_reverse else 1 - beta
+    slopes = slopes_of(beta, log_p, log_q)
     gradient = (cotangents / temperature)[..., None] * slopes
     gradient = jnp.where(mask[..., None], gradient, 0)
     return gradient.astype(student.dtype), None, None
@@ -189,19 +169,3 @@ def _log_softmax(temperature, logits, norms):
         at_least_float32(x) / temperature - norm[..., None]
         for x, norm in zip(logits, norms, strict=True)
     ]
-
-
-def _log_mixture(beta, log_p, log_q):
-    """Returns `log(beta p + (1 - beta) q)`."""
-    return jnp.logaddexp(math.log(beta) + log_p, math.log1p(-beta) + log_q)
-
-
-def _expectation(log_weights, values):
-    """Sums `values` by weights; a weight of 0 leaves out an infinite value."""
-    return _finite_product(log_weights, values).sum(-1)
-
-
-def _finite_product(log_weights, values):
-    """Multiplies by weights, with `0 * inf = 0`."""
-    weights = jnp.exp(log_weights)
-    return jnp.where(weights > 0, weights * values, 0)

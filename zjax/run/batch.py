@@ -110,7 +110,7 @@ class StepInputs:
         step = self._step(batch, number)
         extended = _with_scalars(batch, step, place)
         if self.teacher and step.has_teacher:
-            extended = self.teacher.teach(extended)
+            extended = self.teacher.teach(extended, step.has_states)
         elif self.teacher:
             self.teacher.release()
         return StepBatch(extended, self._dropping(step, place))
@@ -120,7 +120,7 @@ class StepInputs:
         step = self._step(batch, number)
         extended = _with_scalars(batch, step, self._shape)
         if self.teacher and step.has_teacher:
-            extended = self.teacher.abstract(extended)
+            extended = self.teacher.abstract(extended, step.has_states)
         return StepBatch(extended, self._dropping(step, self._shape))
 
     def compile_teacher(self, batch: Batch, number: int | None = None) -> None:
@@ -128,7 +128,8 @@ class StepInputs:
         step = self._step(batch, number)
         if self.teacher and step.has_teacher:
             # The teacher reads all tokens and all layers.
-            self.teacher.compile(_with_scalars(batch, step, self._shape))
+            scalars = _with_scalars(batch, step, self._shape)
+            self.teacher.compile(scalars, step.has_states)
 
     def _shape(self, value: float) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), np.float32, sharding=self.replicated)

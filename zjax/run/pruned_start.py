@@ -201,7 +201,8 @@ def _with_model(config: Config, model: schema.Model) -> Config:
     model = dataclasses.replace(
         model, mlp_tiles=1, layers_per_scan=0, activation_memory="device"
     )
-    return dataclasses.replace(config, model=model, lora=None, zero=schema.Zero())
+    plain = {"lora": None, "quantize": None, "distill": None}
+    return dataclasses.replace(config, model=model, zero=schema.Zero(), **plain)
 
 
 def _renamed(source: Source, large: Config, config: Config) -> Source:

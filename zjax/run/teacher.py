@@ -5,6 +5,7 @@ student. Programs of the student, split or streamed, need no change.
 """
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -20,8 +21,15 @@ from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.files import local_path
 from zjax.models.build import make_model
 from zjax.models.stack import execution_of
+from zjax.parallel import sequence
 from zjax.run.compiler import step_options
 from zjax.run.fused import make_jit
+from zjax.run.teacher_states import (
+    Targets,
+    run_with_states,
+    state_problems,
+    targets_of,
+)
 from zjax.settings import schema
 from zjax.settings.batch import resolve_batch
 from zjax.settings.mixture import sees_future
@@ -60,6 +68,7 @@ class Teacher:
         self._path = settings.teacher
         checkpoints = _open(self._path)
         shape = saved_config(checkpoints.extra()).model
+        student_config = config
         problems = _misfits(shape, self._path, config, student)
         if problems:
             raise ConfigError(*problems)
@@ -88,7 +97,11 @@ class Teacher:
         ).num_microbatches
         self._student = student
         jit = make_jit(plan.mesh, step_options(config, plan))
-        self._run = jit(self._apply)
+        self._run = {
+            has_states: jit(functools.partial(self._apply, has_states))
+            for has_states in (False, True)
+        }
+        self._config = student_config
         self._params: Params | None = None
 
     @property
@@ -106,24 +119,28 @@ class Teacher:
         """Frees the memory of the parameters."""
         self._params = None
 
-    def teach(self, batch: Batch) -> Batch:
-        """Adds the two factors of the teacher's logits to a batch on the devices."""
+    def teach(self, batch: Batch, has_states: bool = False) -> Batch:
+        """Adds the two factors of the teacher's logits to a batch on the devices.
+
+        With `has_states` also the streams that layers of the student shall reach.
+        """
         # The next batch reads the stored parameters again: do not consume them.
         params = jax.tree.map(
             lambda x, row: to_devices(x, row, is_consumed=False), self.params, self.rows
         )
         # Logits [B, L, V] would take far more memory than the factors hidden and head.
-        hidden, head = self._run(params, batch)
-        return self._joined(batch, hidden, head)
+        return self._joined(batch, self._run[has_states](params, batch))
 
-    def compile(self, batch: Batch) -> None:
+    def compile(self, batch: Batch, has_states: bool = False) -> None:
         """Compiles the program of `teach` for the shapes of a batch."""
-        self._run.lower(self._abstract_params, batch).compile()
+        self._run[has_states].lower(self._abstract_params, batch).compile()
 
-    def abstract(self, batch: Batch) -> Batch:
+    def abstract(self, batch: Batch, has_states: bool = False) -> Batch:
         """Shapes of the results of `teach`, from the shapes of a batch."""
-        hidden, head = jax.eval_shape(self._apply, self._abstract_params, batch)
-        shapes = self._joined(batch, hidden, head)
+        apply = functools.partial(self._apply, has_states)
+        shapes = self._joined(
+            batch, jax.eval_shape(apply, self._abstract_params, batch)
+        )
         places = batch_shardings(self._plan, shapes, self._student.entries)
         return jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -135,17 +152,23 @@ class Teacher:
     def _abstract_params(self) -> Params:
         return jax.tree.map(lambda row: row.on_device.abstract, self.rows)
 
-    def _joined(self, batch: Batch, hidden: Any, head: Any) -> Batch:
-        """Adds factors, loss weight and temperature to a batch."""
+    @functools.cached_property
+    def _targets(self) -> Targets:
+        """Layers and channels of the teacher that the student's blocks shall reach."""
+        return targets_of(self._config, self._shape, self._path)
+
+    def _joined(self, batch: Batch, told: dict[str, Any]) -> Batch:
+        """Adds what the teacher told, loss weight and temperature to a batch."""
         numbers = (self.settings.weight, self.settings.temperature)
         weight, temperature = (
             jax.device_put(jnp.float32(x), self._plan.replicated) for x in numbers
         )
-        says = {"hidden": hidden, "head": head}
-        says |= {"weight": weight, "temperature": temperature}
-        return batch | {NAME: says}
+        told = told | {"weight": weight, "temperature": temperature}
+        return batch | {NAME: told}
 
-    def _apply(self, stored: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def _apply(
+        self, has_states: bool, stored: Params, batch: Batch
+    ) -> dict[str, jax.Array]:
         """Computes the factors of the logits, microbatch by microbatch."""
         stack, layerwise = self._model.stack, layerwise_plan(self._model, self._plan)
         assert stack is not None and stack.factors is not None
@@ -153,22 +176,29 @@ class Teacher:
         params = place_tree(take_apart(params, layerwise.compute), layerwise.compute)
         execution = execution_of(self._shape)
 
-        def run(part: Batch) -> jax.Array:
-            return run_stack(stack, params, part, None, execution)[0]
+        def run(part: Batch) -> list[jax.Array]:
+            if not has_states:
+                return [run_stack(stack, params, part, None, execution)[0]]
+            carry, states = run_with_states(stack, params, part, self._targets)
+            return [carry, sequence.restore(states, self._shape)]
 
         number, shares = self._num_microbatches, self._plan.num_batch_shares
         read = {name: x for name, x in batch.items() if name in self._model.entries}
         parts = split_batch(read, self._model, number, shares)
         if number == 1:
-            carry = run(jax.tree.map(lambda x: x[0], parts))
+            carry, *states = run(jax.tree.map(lambda x: x[0], parts))
         else:  # row i is in microbatch i mod N
-            carry = jax.lax.map(run, parts)
-            carry = carry.swapaxes(0, 1).reshape(-1, *carry.shape[2:])
+            carry, *states = (
+                x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+                for x in jax.lax.map(run, parts)
+            )
         hidden, head = stack.factors(stack.split(params)[2], carry)
-        place = self._plan.batch_sharding(hidden)
-        hidden = jax.lax.with_sharding_constraint(hidden, place)
         head = jax.lax.with_sharding_constraint(head, self._plan.replicated)
-        return hidden, head
+        told = {"hidden": hidden} | {"states": x for x in states}
+        for name, x in told.items():
+            place = self._plan.batch_sharding(x)
+            told[name] = jax.lax.with_sharding_constraint(x, place)
+        return told | {"head": head}
 
 
 def _open(path: str) -> Store:
@@ -214,6 +244,7 @@ def _misfits(
     if sees_future(teacher):
         text = "has model.moe='expert_choice', and sees later tokens"
         problems.append(problem(text, "use a teacher whose tokens choose"))
+    problems += state_problems(config, teacher, path, student)
     size = student.entries[f"{NAME}/head"].shape
     assert size is not None
     if teacher.vocab_size != size[0]:

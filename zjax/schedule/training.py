@@ -27,6 +27,8 @@ class ScheduledStep(NamedTuple):
     num_kept: int
     """Tokens of each row that middle layers run on, `length` or fewer."""
     has_teacher: bool
+    has_states: bool
+    """Whether the teacher also tells the streams of layers."""
     window: int | None
     """Number of keys that a token sees; None for all."""
     theta: float | None
@@ -35,9 +37,9 @@ class ScheduledStep(NamedTuple):
     """What replicas exchange in the step, and the programs of the step."""
 
     @property
-    def static(self) -> tuple[int, int, int, bool]:
+    def static(self) -> tuple[int, int, int, bool, bool]:
         """Values that decide the program: steps with other values compile another."""
-        return self[:4]
+        return self[:5]
 
     @property
     def traced(self) -> dict[str, float]:
@@ -83,6 +85,8 @@ class TrainingSchedule:
             self._kept = make_pacing(in_steps(config, dropping.pacing))
         distill, num_steps = config.distill, config.num_steps
         self._last_taught = distill.num_steps(num_steps) if distill else 0
+        hidden = distill.hidden if distill else None
+        self._last_states = hidden.num_steps(num_steps) if hidden else 0
         self._counted = 0, 0
         self._shape_at = None
         self._changes = self._static_changes()
@@ -136,6 +140,7 @@ class TrainingSchedule:
             length,
             num_kept,
             step <= self._last_taught,
+            step <= self._last_states,
             self._windows.at(step) if self._windows else None,
             self._theta(step),
             self.exchanges.at(step),
@@ -240,7 +245,7 @@ class TrainingSchedule:
         """
         kept = self._kept.firsts if self._kept else ()
         firsts = {1, *self._rows.firsts[1:], *(first + 1 for first in kept)}
-        firsts.add(self._last_taught + 1)
+        firsts |= {self._last_taught + 1, self._last_states + 1}
         in_run = sorted(first for first in firsts if first <= self.config.num_steps)
         return [
             first

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from zjax.settings import compress as compression
 from zjax.settings import derived, ranges
+from zjax.settings import distill as distillation
 from zjax.settings import preference as preferences
 from zjax.settings import prune as pruning
 from zjax.settings import quantize as quantization
@@ -1482,12 +1483,17 @@ class Distill:
 
     teacher: str = ""
     """Directory of the teacher's run, whose newest weights for evaluation are used."""
+    divergence: (
+        distillation.ForwardKl | distillation.ReverseKl | distillation.JensenShannon
+    ) = distillation.ForwardKl()
+    """Divergence of the next token's distribution."""
     weight: ranges.Positive = 1.0
     """Weight of the divergence beside the cross-entropy."""
     temperature: ranges.Positive = 1.0
     """Divisor of the logits of both (arXiv:1503.02531)."""
     fraction: ranges.Fraction = 0.7
     """Fraction of `num_steps` after which the stage ends."""
+    hidden: distillation.HiddenStates | None = None
     memory: Literal["device", "pinned_host"] = "device"
     """Memory of the teacher's parameters between its passes."""
 

@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from zjax.models.block import Activations, Block
+from zjax.models.activations import measured_block
+from zjax.models.block import Activations
 from zjax.models.nnx import nest
-from zjax.models.stack import Decoder
 from zjax.typing import Batch, Model, Params
 from zjax.weights.files import tensor_name
 from zjax.weights.pruning import Importance
@@ -42,20 +41,17 @@ def measure(
     Returns:
         Means over all tokens that are not padding.
     """
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
-    decoder = model.bind(shapes, {})
-    assert isinstance(decoder, Decoder) and isinstance(decoder.blocks, Block)
     assert model.stack is not None
-    graph, _ = nnx.split(decoder.blocks)
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
     names = {x: tensor_name(x) for x in name_leaves(shapes)}
     outside = [x for x in names if not x.startswith(_BLOCKS)]
     params = _nested({x: source.read_all(names[x]).astype(dtype) for x in outside})
     embed = jax.jit(functools.partial(model.stack.embed, key=None))
     streams = [embed(params, batch) for batch in batches]
-    run = jax.jit(functools.partial(_sums_of_block, graph))
+    run = jax.jit(functools.partial(_sums_of_block, measured_block(model)))
     masks = [_mask(batch) for batch in batches]
     sums = []
-    for number in range(decoder.config.num_layers):
+    for number in range(model.stack.segments[0].num_blocks):
         block = _layer(source, names, number, dtype)
         found = []
         for place, (stream, context) in enumerate(streams):
@@ -92,11 +88,10 @@ def _mask(batch: Batch) -> jax.Array:
     return jnp.asarray(ids) != 0
 
 
-def _sums_of_block(graph, params, stream, context, mask):
+def _sums_of_block(block, params, stream, context, mask):
     """Runs a block; returns the stream, and sums over the tokens of `Importance`."""
-    block = nnx.merge(graph, params)
-    output, found = block.activations(stream, context)
-    groups = block.attention.num_kv_heads
+    output, found = block(params, stream, context)
+    groups = params["attention"]["key"]["kernel"].shape[1]
     return output, sums_of(stream, output, found, mask, groups)
 
 

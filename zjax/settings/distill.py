@@ -1,0 +1,51 @@
+"""Settings of what a student learns from a teacher."""
+
+from typing import Annotated
+
+from zjax.settings import ranges
+from zjax.settings.choices import Choice, section
+
+
+@section
+class ForwardKl(Choice):
+    """KL(teacher || student), which covers all that the teacher would say.
+
+    Reference: Hinton et al., arXiv:1503.02531.
+    """
+
+
+@section
+class ReverseKl(Choice):
+    """KL(student || teacher), which avoids what the teacher would not say.
+
+    Reference: Gu et al., MiniLLM (arXiv:2306.08543).
+    """
+
+
+@section
+class JensenShannon(Choice):
+    """Divergences of both from their mixture (GKD, arXiv:2306.13649)."""
+
+    beta: Annotated[
+        float, ranges.Range(lambda x: 0 < x < 1, "use more than 0 and less than 1")
+    ] = 0.5
+    """Share of the teacher in the mixture."""
+
+
+@section
+class HiddenStates:
+    """Distance of the residual stream of each layer from the stream of the teacher.
+
+    The distance of a token is the squared error over the squared norm of the teacher's
+    stream. Layers of a pruned start learn from the layers that they are copies of,
+    other layers from evenly spaced ones.
+    """
+
+    weight: ranges.Positive = 1.0
+    """Weight of the mean distance of all layers beside the cross-entropy."""
+    fraction: ranges.Fraction = 0.6
+    """Fraction of `num_steps` after which the distances no longer count."""
+
+    def num_steps(self, total: int) -> int:
+        """Steps with distances, out of all steps of a run."""
+        return round(self.fraction * total)
