@@ -47,7 +47,9 @@ def start(path, directory, num_devices=1, **sections):
 
 
 def batch_of(step):
-    return offload.make_batch(step)
+    batch = offload.make_batch(step)
+    # Distances of microbatches are averaged by weight, as all losses of blocks are.
+    return batch | {"weights": np.ones_like(batch["weights"])}
 
 
 def streams_of(decoder, tokens):

@@ -194,7 +194,7 @@ class Teacher:
             )
         hidden, head = stack.factors(stack.split(params)[2], carry)
         head = jax.lax.with_sharding_constraint(head, self._plan.replicated)
-        told = {"hidden": hidden} | {"states": x for x in states}
+        told = dict(zip(("hidden", "states"), (hidden, *states), strict=False))
         for name, x in told.items():
             place = self._plan.batch_sharding(x)
             told[name] = jax.lax.with_sharding_constraint(x, place)

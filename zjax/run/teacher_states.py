@@ -36,13 +36,13 @@ def targets_of(config: schema.Config, teacher: schema.Model, path: str) -> Targe
     the layer in which the same fraction of the N layers ends.
 
     Raises:
-        ConfigError: The teacher has other sizes than the larger model of a pruned start.
+        ConfigError: The teacher has other sizes than what a pruned start began from.
     """
     student, channels = config.model, None
     ends = _ends(student)
+    # Rounded up, so that the last layers follow the last layer.
     numbers = [
-        max(0, round((end + 1) * teacher.num_layers / student.num_layers) - 1)
-        for end in ends
+        -(-(end + 1) * teacher.num_layers // student.num_layers) - 1 for end in ends
     ]
     if start := recorded(config):
         large, kept = start.large.model, start.kept
