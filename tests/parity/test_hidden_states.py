@@ -15,10 +15,13 @@ from tests.weights.test_pruning import LARGE, _config, save_run
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.models.block import layers_of
+from zjax.run import pruned_start
 from zjax.run.teacher_states import targets_of
+from zjax.run.trainer import Trainer
 from zjax.settings import schema
 from zjax.settings.distill import HiddenStates
 from zjax.settings.prune import Listed, Prune
+from zjax.settings.quantize import Quantize, Rule
 
 KEPT = (1, 3)
 SMALL = dataclasses.replace(LARGE, num_layers=2, embed_size=12, head_size=4)
@@ -148,3 +151,32 @@ def test_narrower_layers_without_a_pruned_start_are_refused(teacher, tmp_path):
         distill = schema.Distill(teacher=teacher, hidden=HIDDEN)
         config = _config(SMALL, "", distill=distill, directory=str(tmp_path))
         start_mixture(config)
+
+
+def test_a_pruned_student_with_rounded_weights_resumes(teacher, tmp_path, monkeypatch):
+    """Fails if a resumed run measures again, or learns from other layers."""
+
+    def trainer(directory, num_steps):
+        model = dataclasses.replace(SMALL, max_length=16)
+        config = _config(
+            model,
+            teacher,
+            num_steps=8,
+            prune=Prune(),
+            distill=schema.Distill(teacher=teacher, hidden=HiddenStates()),
+            quantize=Quantize(rules=(Rule(weights="int8", group_size=4),)),
+            directory=str(tmp_path / directory),
+            evaluation=schema.Evaluation(num_batches=0),
+            observe=schema.Observe(sinks=(), plot=False),
+        )
+        data = dataclasses.replace(config.data, length=8)
+        config = dataclasses.replace(config, data=data, global_batch_size=2)
+        made = Trainer(config, devices=jax.devices()[:1])
+        made.config = dataclasses.replace(made.config, num_steps=num_steps)
+        return made
+
+    whole = trainer("whole", 4).fit()
+    trainer("parts", 2).fit()
+    monkeypatch.setattr(pruned_start, "measure", None)
+    parts = trainer("parts", 4).fit()
+    jax.tree.map(np.testing.assert_array_equal, parts.master, whole.master)

@@ -81,6 +81,8 @@ class Teacher:
             ),
             optimizer=schema.Optimizer(),
             zero=_zero(config.zero, settings.memory),
+            quantize=None,
+            distill=None,
         )
         self._model = make_model(config)
         self._shape = config.model
