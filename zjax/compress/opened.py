@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -91,6 +92,18 @@ def open_huggingface(config: Config) -> Opened:
         return huggingface.adapted(source, wanted, config_json, *shape)
 
     return _opened(config, open_source(directory), directory, adapt)
+
+
+def open_source_of(
+    config: Config, make: Callable[[dict[str, Entry]], Source], name: str
+) -> Opened:
+    """Opens the source that a function makes of the expected entries, layers apart."""
+    return _opened(config, Source({}, _unread), name, lambda _, wanted: make(wanted))
+
+
+def _unread(name: str, index: Any) -> Any:
+    """Reads nothing."""
+    raise AssertionError(name)
 
 
 def _opened(
