@@ -175,3 +175,19 @@ def test_two_int4_share_a_byte():
     codes = {"codes": jnp.zeros((3, 5), jnp.int4), "scales": jnp.zeros(3, jnp.bfloat16)}
     state = TrainState(zero, zero, codes, opt_state=(), model_state={})
     assert state_bytes(state, jax.local_devices()[0]) == 8 + 3 * 2 + 2 * 4
+
+
+def test_layouts_belong_to_formats():
+    commands.check_layout("hf", "w4a16")
+    commands.check_layout("gguf", "q8_0")
+    commands.check_layout("peft", "")
+    with config_error(
+        "--quantize='q8_0' is no layout of --format=hf; use one of w4a16, w8a8, fp8, "
+        "mxfp4"
+    ):
+        commands.check_layout("hf", "q8_0")
+    with config_error(
+        "--quantize='w8a8' is no layout of --format=peft; use --format=hf, or leave "
+        "it out"
+    ):
+        commands.check_layout("peft", "w8a8")

@@ -468,6 +468,9 @@ def test_a_run_is_exported_and_starts_another(tmp_path, caplog):
     assert "f16, as 32 does not divide their inputs: blk.0.attn_q.weight" in text
     assert "tokenizer: the export has none, and runs on token ids alone" in text
     run = golden.start(golden.make_config("llama", directory=path))
+    text = "\n".join(caplog.messages)
+    # Widths of 16 and 24 are no blocks; tables and heads are float16, too.
+    assert f"init_from={str(path)!r} has tensors in F16 (16), F32 (5), which" in text
     plain = golden.expected_of("llama")
     decoder = run.model.bind(run.state.master, {})
     found = np.asarray(decoder(jnp.asarray(plain["tokens"])))

@@ -296,7 +296,8 @@ _QUANTIZED = {"hf": NAMES, "gguf": TYPES}
 
 
 def export(given: flags.FlagValues) -> None:
-    """Writes the weights of a checkpoint: safetensors, for transformers or for PEFT."""
+    """Writes the weights of a checkpoint for transformers, llama.cpp, PEFT or zjax."""
+    check_layout(given.format, given.quantize)
     config = settings(given)
     name, write = _FORMATS[given.format]
     output = local_path("output", given.output or os.path.join(config.directory, name))
@@ -305,14 +306,20 @@ def export(given: flags.FlagValues) -> None:
     part = choose_part(given.part, saved_parts(store.source(step).entries))
     how = {"part": part, "step": step, "dtype": given.dtype}
     if given.quantize:
-        if given.quantize not in _QUANTIZED.get(given.format, ()):
-            known = ", ".join(_QUANTIZED.get(given.format, ()))
-            problem = f"is no layout of --format={given.format}"
-            remedy = f"use {known}" if known else "use --format=hf, or leave it out"
-            raise ConfigError(Problem("--quantize", given.quantize, problem, remedy))
         how["quantize"] = given.quantize
     size = write(store, output, **how)
     print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
+
+
+def check_layout(kind: str, quantize: str) -> None:
+    """Refuses a layout of quantised matrices that a format of exports lacks."""
+    known = _QUANTIZED.get(kind, ())
+    if quantize and quantize not in known:
+        problem = f"is no layout of --format={kind}"
+        remedy = "use --format=hf, or leave it out"
+        if known:
+            remedy = f"use one of {', '.join(known)}"
+        raise ConfigError(Problem("--quantize", quantize, problem, remedy))
 
 
 EXPORT = Command(

@@ -6,6 +6,7 @@ A file is metadata, the list of tensors, and tensors of rows of blocks. The libr
 Reference: docs/gguf.md of github.com/ggml-org/ggml.
 """
 
+import collections
 import dataclasses
 import math
 import os
@@ -15,7 +16,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from absl import logging
 
 from zjax.errors import CheckpointError, Problem, check_installed, find_fault
 from zjax.files import MAX_INDEX_BYTES
@@ -331,6 +334,18 @@ def open_header(path: pathlib.Path) -> Header:
     except (OSError, ValueError, UnicodeError) as error:
         problem = f"is not a readable GGUF file ({error})"
         raise CheckpointError(Problem(_FIELD, str(path), problem, _REMEDY)) from error
+
+
+def report(given: str, path: pathlib.Path) -> None:
+    """Warns on process 0 that quantised values become plain; names the types."""
+    if jax.process_index() == 0:
+        kinds = (x.kind.name for x in open_header(path).tensors.values())
+        counts = collections.Counter(kinds)
+        logging.warning(
+            "checkpoint.init_from=%r has tensors in %s, which are restored while they "
+            "are read: the run, its checkpoints and exports are plain",
+            *(given, ", ".join(f"{name} ({n})" for name, n in counts.items())),
+        )
 
 
 def source_of(header: Header) -> Source:

@@ -71,7 +71,10 @@ def adapted(
         cast=stored,
     )
     short = (_shortened(name, model.num_layers) for name in ignored)
-    _report(checkpoint.init_from, prefix, tuple(dict.fromkeys(short)))
+    if path.suffix == gguf_file.ENDING:
+        gguf_file.report(checkpoint.init_from, path)
+    else:
+        _report(checkpoint.init_from, prefix, tuple(dict.fromkeys(short)))
     quantized.report(checkpoint.init_from)
     return from_tensors(quantized.dequantized(source), layouts)
 
