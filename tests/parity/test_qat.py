@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.ops.test_rounding import oracle as rounded_by_numpy
 from tests.parity import test_lora as lora
+from zjax.models import layers
+from zjax.settings.quantize import Rule
 
 GROUP = 32
 RULES = [
@@ -157,3 +160,19 @@ def activations_on_one_device():
         params = jax.tree.map(lambda x, g: x - lora.RATE * g, params, grads)
         losses.append(float(value))
     return losses
+
+
+@pytest.mark.parametrize("names", [("embed", "mlp"), ("mlp", "embed"), (None, None)])
+def test_a_layer_multiplies_rounded_tokens(names):
+    """Fails if a layer that is split by columns, rows or not at all skips rounding."""
+    inputs, outputs = (
+        ((name, size),) for name, size in zip(names, (16, 6), strict=True)
+    )
+    layer = layers.Linear(inputs, outputs, use_bias=False, rngs=nnx.Rngs(0))
+    layer.rounding = Rule(weights="int4", group_size=8, activations="int8")
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 16)))
+    rows = rounded_by_numpy(x.reshape(6, 16).T, "int8", 16)[0].T
+    kernel = rounded_by_numpy(np.asarray(layer.kernel[...]), "int4", 8)[0]
+    found = np.asarray(layer(jnp.asarray(x))).reshape(6, 6)
+    np.testing.assert_allclose(found, rows @ kernel, rtol=1e-4, atol=1e-6)
+    assert np.abs(found - x.reshape(6, 16) @ kernel).max() > 1e-5
