@@ -191,8 +191,8 @@ class Header:
         self.file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
         self._size = os.fstat(self.file).st_size
-        self._text = os.pread(self.file, min(self._size, MAX_INDEX_BYTES), 0)
-        self._place = 0
+        self._most = min(self._size, MAX_INDEX_BYTES)
+        self._text, self._place = bytearray(), 0
         if self._take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         if (version := self._number("I")) not in (2, 3):
@@ -215,13 +215,20 @@ class Header:
             if tensor.offset + tensor.num_bytes > self._size:
                 raise ValueError(f"it ends before {name!r}")
             self.tensors[name] = tensor
+        self._text.clear()
 
     def _take(self, count: int) -> bytes:
         """Takes the next bytes of the header."""
-        if count > len(self._text) - self._place:
+        end = self._place + count
+        if end > self._most:
             raise ValueError("it ends inside of the header, or the header is too long")
-        found = self._text[self._place : self._place + count]
-        self._place += count
+        while len(self._text) < end:
+            some = os.pread(self.file, _PART_BYTES, len(self._text))
+            if not some:
+                raise OSError("it ended while it was read")
+            self._text += some
+        found = bytes(self._text[self._place : end])
+        self._place = end
         return found
 
     def _number(self, code: str) -> Any:
@@ -245,8 +252,8 @@ class Header:
         inner, count = self._number("I"), self._number("Q")
         if inner == _ARRAY:
             raise ValueError("it has arrays of arrays")
-        # A text takes 8 bytes at least, so that no count exceeds the header.
-        if count > len(self._text):
+        # An element takes a byte at least, so that a larger count cannot be true.
+        if count > self._most:
             raise ValueError("it has an array longer than the header")
         return [self._value(inner) for _ in range(count)]
 
@@ -271,6 +278,8 @@ _CODES = ("B", "b", "H", "h", "I", "i", "", "?", "", "", "Q", "q", "d")
 """Codes of `struct` by type of metadata."""
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _MAX_DIMS = 4
+_PART_BYTES = 1 << 20
+"""Bytes of a header that are read at once."""
 
 
 @dataclasses.dataclass(frozen=True)

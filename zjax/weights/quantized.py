@@ -70,7 +70,7 @@ def compress(
     if not fitting:
         problem = f"has groups of {scheme.group} inputs, which divide no matrix"
         raise ConfigError(Problem(FIELD, name, problem, "use w8a8 or fp8"))
-    _report(name, scheme, fitting, left, bool(model.moe))
+    _report(scheme, fitting, left, bool(model.moe))
     found = pack_source(source, fitting, scheme, dtype=dtype, scales=scales)
     ignore = dict.fromkeys(x.removesuffix(".weight") for x in (*plain, *left))
     return found, scheme.config([*_HEADS[model.kind], *ignore])
@@ -103,7 +103,6 @@ def _modules_of(
 
 
 def _report(
-    name: str,
     scheme: Scheme,
     fitting: Sequence[str],
     left: Sequence[str],
@@ -112,7 +111,7 @@ def _report(
     """Warns on process 0 of the number of matrices, and of matrices left plain."""
     if jax.process_index() != 0:
         return
-    text = f"--quantize={name}: {len(fitting)} matrices become {scheme.dtype}"
+    text = f"{len(fitting)} matrices become {scheme.dtype}"
     if has_experts:
         text += "; vLLM reads these experts, transformers 5 does not"
     if left:
