@@ -47,9 +47,10 @@ def rules(weights):
     return {"quantize": {"rules": [{"weights": weights, "group_size": GROUP}]}}
 
 
-def parse(words=None):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--directory", type=pathlib.Path, default=DIRECTORY)
+def parse(words=None, description=__doc__, directory=DIRECTORY):
+    """Arguments of a program that trains runs on from the start."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument("--directory", type=pathlib.Path, default=directory)
     parser.add_argument("--start", type=pathlib.Path, default=compress_start.DIRECTORY)
     parser.add_argument(
         "--text", type=pathlib.Path, default=compress_start.DIRECTORY / "text"

@@ -62,7 +62,8 @@ ON = {"shared_parameters": {"enabled": True}}
         (
             {"layer_reduction": {"enabled": True}},
             "compression_training.layer_reduction='1 keys' is not supported; leave it "
-            "out, and train a model of fewer layers with distill.teacher",
+            "out; set checkpoint.init_from to the teacher, model.num_layers to "
+            "keep_number_layer and prune.layers.numbers to teacher_layer",
         ),
         (
             {"head_pruning": ON},

@@ -79,7 +79,7 @@ def start(config, num_devices=1):
     return offload.start(config, optax.sgd(RATE), jax.devices()[:num_devices])
 
 
-def teacher_of(run):
+def teacher_of(run) -> Any:
     return run.step.inputs.teacher
 
 

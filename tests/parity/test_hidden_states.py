@@ -1,6 +1,7 @@
 """Layers of a pruned student follow the streams of the layers they are copies of."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,8 @@ def test_distances_are_what_numpy_computes_and_end_with_the_stage(teacher, tmp_p
     """Fails if the loss lacks distances, or layers follow others than their copies."""
     run = start(teacher, tmp_path)
     tokens = jnp.asarray(batch_of(0)["tokens"])
-    told, targets = run.step.inputs.teacher, targets_of(run.config, LARGE, teacher)
+    told: Any = run.step.inputs.teacher
+    targets = targets_of(run.config, LARGE, teacher)
     assert targets.blocks == KEPT
     large = told._model.bind(told.params, {})
     channels = np.asarray(targets.channels)

@@ -8,8 +8,8 @@ PATH = "compression_training"
 WEIGHTS, ACTIVATIONS = "weight_quantization", "activation_quantization"
 _PRUNING = "leave it out: zjax prunes no matrices"
 REMEDIES = {
-    f"{PATH}.layer_reduction": "leave it out, and train a model of fewer layers with "
-    "distill.teacher",
+    f"{PATH}.layer_reduction": "leave it out; set checkpoint.init_from to the teacher, "
+    "model.num_layers to keep_number_layer and prune.layers.numbers to teacher_layer",
     f"{PATH}.sparse_pruning": _PRUNING,
     f"{PATH}.row_pruning": _PRUNING,
     f"{PATH}.head_pruning": _PRUNING,

@@ -326,6 +326,7 @@ def _with_distance(
     auxiliary: Auxiliary, x: jax.Array, context: Context, weight: float
 ) -> Auxiliary:
     """Adds the distance of a block's output from the teacher's stream to the loss."""
+    assert context.states is not None
     distance = stream_distance(x, context.states, token_mask(context, x))
     loss = weight * distance
     loss = loss if auxiliary.loss is None else auxiliary.loss + loss

@@ -65,18 +65,19 @@ def decide(config: Config) -> PrunedStart | None:
             record of an earlier choice is damaged.
         OutputError: The record cannot be written.
     """
-    if config.prune is None:
+    settings = config.prune
+    if settings is None:
         return None
     large = _large_config(config)
     path, shape = config.checkpoint.init_from, large.model
-    if problems := pruning.misfits(shape, config.model, config.prune, path):
+    if problems := pruning.misfits(shape, config.model, settings, path):
         raise ConfigError(*problems)
     asked = _plain(
         {
             "init_from": path,
             "large": mappings.to_mapping(shape),
             "model": mappings.to_mapping(config.model),
-            "prune": mappings.to_mapping(config.prune),
+            "prune": mappings.to_mapping(settings),
         }
     )
 
@@ -84,7 +85,7 @@ def decide(config: Config) -> PrunedStart | None:
         known = _read(config) if _path(config).exists() else {}
         if known.get("asked") == asked:
             return known["kept"]
-        kept = _choose(config, config.prune, large)
+        kept = _choose(config, settings, large)
         _write(config, {"asked": asked, "kept": kept})
         return kept
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from zjax.errors import Problem
 from zjax.settings import choices, mixture, prune, schema
@@ -22,6 +21,8 @@ from zjax.weights.source import Index, Source
 
 Numbers = tuple[int, ...]
 """Ascending numbers of kept parts."""
+Scores = np.ndarray | jax.Array
+"""Importance of parts; float32 or float64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +49,17 @@ class Kept:
 class Importance(NamedTuple):
     """Importance of the parts of a model; parts of the largest importance stay."""
 
-    layers: Float[np.ndarray, " N"]
-    """Mean over tokens of 1 - cos of the stream before and after each layer."""
-    channels: Float[np.ndarray, " M"]
-    """Mean absolute value of each channel that enters attention and feed-forwards."""
-    groups: Float[np.ndarray, "N KV"]
-    """Mean Euclidean norm of the outputs of a group's heads."""
-    hidden: Float[np.ndarray, "N F"]
-    """Mean absolute value of what enters the last matrix of a feed-forward; no columns
-    for a mixture."""
-    experts: Float[np.ndarray, "N E"]
-    """Fraction of the tokens that choose each expert; no columns without experts."""
+    layers: Scores
+    """[N], mean over tokens of 1 - cos of the stream before and after each layer."""
+    channels: Scores
+    """[M], mean absolute value of channels that enter attention and feed-forwards."""
+    groups: Scores
+    """[N, KV], mean Euclidean norm of the outputs of a group's heads."""
+    hidden: Scores
+    """[N, F], mean absolute value of what enters the last matrix of a feed-forward; no
+    columns for a mixture."""
+    experts: Scores
+    """[N, E], fraction of the tokens that choose each expert; no columns without."""
 
 
 _SIZES = ("num_layers", "embed_size", "mlp_size", "num_heads", "num_kv_heads")
@@ -117,7 +118,7 @@ def _unsupported(large: schema.Model, path: str) -> Iterator[Problem]:
         text = "has model.latent, whose shared keys have no heads to take"
         yield problem(text, "use a model without latent attention")
     shapes = mixture.segment_shapes(large)
-    if len(shapes) > 1 or len(shapes[0].layers) > 1:
+    if len(shapes) > 1 or any(len(x.layers) > 1 for x in shapes):
         text = "has layers of several kinds, and prune takes layers of one kind"
         yield problem(text, "use a model whose layers are alike")
 
@@ -172,14 +173,14 @@ def _unlisted(
     if not isinstance(kept, prune.Listed):
         return
     field, numbers = "prune.layers.numbers", kept.numbers
-    if list(numbers) != sorted({*numbers}) or (numbers and numbers[0] < 0):
+    if list(numbers) != sorted({*numbers}) or min(numbers, default=0) < 0:
         yield Problem(field, numbers, "are not ascending from 0", "sort them")
     elif len(numbers) != small.num_layers:
         problem = (
             f"lists {len(numbers)} layers, and model.num_layers={small.num_layers}"
         )
         yield Problem(field, numbers, problem, f"list {small.num_layers}")
-    elif numbers[-1] >= large.num_layers:
+    elif max(numbers) >= large.num_layers:
         problem = f"names a layer that checkpoint.init_from={path!r} does not have"
         yield Problem(field, numbers, problem, f"use 0 to {large.num_layers - 1}")
 
@@ -245,7 +246,7 @@ def choose(
     if importance is None:
         return Kept(kept)
 
-    def by_layer(scores: np.ndarray, num_kept: int) -> tuple[Numbers, ...] | None:
+    def by_layer(scores: Scores, num_kept: int) -> tuple[Numbers, ...] | None:
         if num_kept >= scores.shape[1]:
             return None
         return tuple(_largest(scores[layer], num_kept) for layer in kept)
@@ -277,9 +278,9 @@ def _kept_layers(
     return _largest(importance.layers, small)
 
 
-def _largest(scores: np.ndarray, number: int) -> Numbers:
+def _largest(scores: Scores, number: int) -> Numbers:
     """Ascending places of the largest scores; the first of equal scores stay."""
-    order = np.argsort(-scores, kind="stable")[:number]
+    order = np.argsort(-np.asarray(scores), kind="stable")[:number]
     return tuple(sorted(order.tolist()))
 
 

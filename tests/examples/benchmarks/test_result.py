@@ -223,6 +223,7 @@ UNPUBLISHED = {
     "compress_8b",
     "gptq_gap",
     "grpo_step",
+    "layer_reduction",
     "moe_layer_vs_sonic",
     "qat_recovery",
     "rl_learns",
