@@ -8,7 +8,7 @@ from zjax.settings.choices import Choice, section
 
 @section
 class ForwardKl(Choice):
-    """KL(teacher || student), which covers all that the teacher would say.
+    """KL(teacher || student): the student covers all modes of the teacher.
 
     Reference: Hinton et al., arXiv:1503.02531.
     """
@@ -16,7 +16,7 @@ class ForwardKl(Choice):
 
 @section
 class ReverseKl(Choice):
-    """KL(student || teacher), which avoids what the teacher would not say.
+    """KL(student || teacher): the student seeks modes of the teacher.
 
     Reference: Gu et al., MiniLLM (arXiv:2306.08543).
     """
@@ -24,7 +24,7 @@ class ReverseKl(Choice):
 
 @section
 class JensenShannon(Choice):
-    """Divergences of both from their mixture (GKD, arXiv:2306.13649)."""
+    """Divergences of teacher and student from a mixture (GKD, arXiv:2306.13649)."""
 
     beta: Annotated[
         float, ranges.Range(lambda x: 0 < x < 1, "use more than 0 and less than 1")
@@ -37,8 +37,8 @@ class HiddenStates:
     """Distance of the residual stream of each layer from the stream of the teacher.
 
     The distance of a token is the squared error over the squared norm of the teacher's
-    stream. Layers of a pruned start learn from the layers that they are copies of,
-    other layers from evenly spaced ones.
+    stream. A layer of a pruned start learns from the original of the layer, other
+    layers from evenly spaced layers.
     """
 
     weight: ranges.Positive = 1.0

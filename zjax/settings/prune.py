@@ -8,7 +8,7 @@ from zjax.settings.choices import Choice, section
 
 @section
 class Influence(Choice):
-    """Layers whose outputs differ most from their inputs (arXiv:2403.03853).
+    """Layers with outputs that differ most from inputs (arXiv:2403.03853).
 
     The measure is the mean over tokens of 1 - cos of the residual stream before and
     after a layer.
@@ -37,6 +37,6 @@ class Prune:
     """
 
     layers: Influence | Even | Listed = Influence()
-    """Which layers stay, where `model.num_layers` is smaller."""
+    """Choice of the layers, where `model.num_layers` is smaller."""
     num_rows: Annotated[int, ranges.at_least(1, 4_096)] = 32
     """Training rows of `data` that measure how important layers and channels are."""
