@@ -65,6 +65,7 @@ def measure(config):
     """Seconds and peak bytes of the compression of all blocks."""
     opened = open_source_of(config, random_source, "random weights")
     settings = opened.config.compress
+    assert settings is not None
     rows = read_batches(opened.config, "train", settings.num_rows)
     heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
     with tempfile.TemporaryDirectory() as folder:

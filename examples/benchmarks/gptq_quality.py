@@ -30,8 +30,9 @@ def losses(config, weights):
         config, {"compress": SETTINGS | {"rules": [rule]}}, "lora=none"
     )
     store = Store(f"{config.directory}/checkpoints")
-    opened, _ = open_run(config, "auto", store.latest())
+    opened, _ = open_run(config, "auto", store.resolve(None))
     settings = opened.config.compress
+    assert settings is not None
     rows = read_batches(opened.config, "train", settings.num_rows)
     heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
     with tempfile.TemporaryDirectory() as folder:

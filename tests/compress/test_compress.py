@@ -163,7 +163,9 @@ def test_factors_that_are_folded_change_no_output(family, tmp_path, monkeypatch)
     output = PartialOutput(str(tmp_path / "out"), {})
     scores = walk.run(output).scores
     assert scores[AFTER].loss == pytest.approx(scores[BEFORE].loss, abs=2e-5)
-    place, (after, _) = places_of(opened.decoder)[0], output.read(0)
+    place, block = places_of(opened.decoder)[0], output.read(0)
+    assert block is not None
+    after, _ = block
     before = opened.read_block(place.name, place.number)
     moved = [path for path, x in before.items() if not np.allclose(x, after[path])]
     endings = "attention_norm/scale", "attention/value/kernel"
@@ -247,8 +249,9 @@ def test_blocks_of_another_recipe_or_damaged_ones_are_not_taken(tmp_path):
     first = PartialOutput(str(tmp_path / "out"), {"recipe": "a", "weights": "w"})
     first.write(0, {"a/kernel": jnp.ones((2, 3))}, {"a/kernel": jnp.ones((1, 3))}, [])
     same = PartialOutput(str(tmp_path / "out"), {"recipe": "a", "weights": "w"})
-    params, _ = same.read(0)
-    np.testing.assert_array_equal(params["a/kernel"], np.ones((2, 3)))
+    block = same.read(0)
+    assert block is not None
+    np.testing.assert_array_equal(block[0]["a/kernel"], np.ones((2, 3)))
     file = same.directory / "block-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert same.read(0) is None

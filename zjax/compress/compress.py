@@ -18,7 +18,7 @@ from zjax.compress.sizes import find_memory, sizes_of
 from zjax.compress.walk import BEFORE, Walk
 from zjax.data.draws import permute_rows
 from zjax.data.source import open_rows
-from zjax.errors import ConfigError, Problem
+from zjax.errors import ConfigError, Problem, check_installed
 from zjax.models.block import segments_of
 from zjax.models.recording import layers_in
 from zjax.settings.compress import Compress, Smoothquant
@@ -72,6 +72,8 @@ def compress_weights(
     settings = opened.config.compress
     assert settings is not None
     memory, device = find_memory(device)
+    if any(rule.weights == "nf4" for rule in settings.rules):
+        check_installed("qwix")
     if problems := [*problems_of(opened, settings, output)]:
         raise ConfigError(*problems)
     _, plain = check_output(opened, settings)

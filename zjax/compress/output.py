@@ -28,6 +28,8 @@ _LAYOUTS = {
     ("float8", "float8"): ("float-quantized", "float8_e4m3fn"),
 }
 """Layouts of compressed-tensors by the types of weights and activations."""
+_NAME = "the recipe"
+"""Name of the scheme of a recipe in messages."""
 
 
 def scheme_of(settings: Compress) -> Scheme | None:
@@ -66,7 +68,8 @@ def check_output(opened: Opened, settings: Compress) -> tuple[str, str]:
     entries = _tensors(opened, kind, _unread(opened)).entries
     try:
         # Reads nothing: names and shapes alone.
-        quantized.compress(Source(entries, _refuse), model, kind, "", scheme=scheme)
+        source = Source(entries, _refuse)
+        quantized.compress(source, model, kind, _NAME, scheme=scheme)
     except ConfigError as error:
         return kind, error.problems[0].problem
     return kind, ""
@@ -110,7 +113,7 @@ def write_output(
     if not plain:
         given: dict[str, Any] = {"scales": _tensors(opened, kind, scales)}
         given |= {"scheme": scheme_of(settings), "dtype": opened.dtype}
-        tensors, values[KEY] = quantized.compress(tensors, model, kind, "", **given)
+        tensors, values[KEY] = quantized.compress(tensors, model, kind, _NAME, **given)
     with new_folder(output) as folder:
         values |= write_tokenizer(folder, *tokenizer)
         write_json(folder / CONFIG_NAME, values)
