@@ -23,6 +23,7 @@ from zjax.models.block import segments_of
 from zjax.models.recording import layers_in
 from zjax.settings.compress import Compress, Smoothquant
 from zjax.settings.schema import Config
+from zjax.sharding.describe import format_bytes
 
 PICTURE = "size_and_loss.png"
 """Name of the picture in the output."""
@@ -99,6 +100,9 @@ def compress_weights(
     plot_scores(found, pathlib.Path(output) / PICTURE)
     num_tokens = sum(int((x["weights"] > 0).sum()) for x in heldout)
     lines = [describe_scores(found, memory, device, num_tokens), *outcome.notes]
+    if plain:
+        size = format_bytes(num_bytes)
+        lines.append(f"the files take {size}: weights of {opened.dtype}, not codes")
     return Compressed("\n".join(lines), found, num_bytes)
 
 
