@@ -282,6 +282,23 @@ def test_all_problems_are_told_before_anything_is_computed(tmp_path, monkeypatch
     assert f"--output='{tmp_path}/out' exists and is not empty; name a new" in text
 
 
+def test_rules_without_meaning_are_refused():
+    rules = [{"pattern": "("}, {"weights": "mxfp4", "group_size": 128}]
+    found = compressing.problems_of(*opened_with(rules), "out")
+    assert [str(x) for x in found] == [
+        "compress.rules[0].pattern='(' is not a regular expression: missing ), "
+        "unterminated subpattern at position 0; correct it, or escape characters "
+        "with \\",
+        "compress.rules[1].group_size=128 is no group of weights='mxfp4'; use 32",
+    ]
+
+
+def opened_with(rules):
+    """A model with rules, and the settings of its compression."""
+    opened = open_family("llama", "nearest", rules=rules)
+    return opened, opened.config.compress
+
+
 def test_recording_leaves_the_programs_of_training_as_they_are():
     opened = open_family("llama")
     batch = {"tokens": jax.ShapeDtypeStruct((1, 16), jnp.int32)}

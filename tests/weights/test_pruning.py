@@ -204,6 +204,11 @@ def test_experts_that_few_tokens_choose_are_taken_away(tmp_path):
             "in checkpoint.init_from={path!r}; use 2 times model.num_kv_heads=1",
         ),
         (
+            {"num_layers": 2, "norm_eps": 0.01},
+            {},
+            "model.norm_eps=0.01 is 1e-05 in checkpoint.init_from={path!r}; use 1e-05",
+        ),
+        (
             {"num_layers": 2},
             {"layers": Listed(numbers=(1,))},
             "prune.layers.numbers=(1,) lists 1 layers, and model.num_layers=2; list 2",

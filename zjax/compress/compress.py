@@ -16,6 +16,7 @@ from zjax.compress.parts import places_of, rule_of
 from zjax.compress.report import Compared, describe_scores, plot_scores
 from zjax.compress.sizes import find_memory, sizes_of
 from zjax.compress.walk import BEFORE, Walk
+from zjax.config.check import rounding_rule_problems
 from zjax.data.draws import permute_rows
 from zjax.data.source import open_rows
 from zjax.errors import ConfigError, Problem, check_installed
@@ -108,6 +109,10 @@ def compress_weights(
 
 def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Problem]:
     """Yields settings that do not fit the model, the data or the output."""
+    unusable = [*rounding_rule_problems("compress.rules", settings.rules)]
+    if unusable:  # patterns that are no expressions cannot be searched
+        yield from unusable
+        return
     paths = {
         f"{place.prefix}{layer.path}": layer
         for place in places_of(opened.decoder)

@@ -302,10 +302,18 @@ def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 
 def _rounding(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields problems of `quantize`."""
-    if config.quantize:
-        yield from _patterns("quantize.rules", config.quantize.rules)
+    """Yields problems of `quantize` and of `compress`."""
+    for name in ("quantize", "compress"):
+        if section := getattr(config, name):
+            yield from rounding_rule_problems(f"{name}.rules", section.rules)
     yield from quantize_rules.rounding_problems(config, num_devices)
+
+
+def rounding_rule_problems(field: str, rules: Sequence[Rule]) -> Iterator[Problem]:
+    """Yields patterns and codes of rules of rounding that do not exist."""
+    yield from _patterns(field, rules)
+    for number, rule in enumerate(rules):
+        yield from quantize_rules.rule_problems(f"{field}[{number}]", rule)
 
 
 def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -31,11 +31,9 @@ def rounding_problems(config: schema.Config, num_devices: int) -> Iterator[Probl
     if all((x.weights, x.activations) == ("compute", "compute") for x in rules):
         remedy = f"give a rule with weights='int4', or {_LEAVE}"
         yield Problem("quantize.rules", [*rules], "rounds nothing", remedy)
-    for number, rule in enumerate(rules):
-        yield from _rule_problems(f"quantize.rules[{number}]", rule)
 
 
-def _rule_problems(path: str, rule: Rule) -> Iterator[Problem]:
+def rule_problems(path: str, rule: Rule) -> Iterator[Problem]:
     """Yields groups and activations that do not go with the codes of a rule."""
     size, weights = rule.group_size, rule.weights
     if weights == "mxfp4" and size != Rule.MX_GROUP:

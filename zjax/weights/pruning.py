@@ -69,6 +69,7 @@ _EQUAL = (
     "query_key_norm",
     "query_key_norm_scope",
     "norm",
+    "norm_eps",
     "norm_position",
     "zero_centered_norm",
     "positions",
