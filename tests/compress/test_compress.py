@@ -1,8 +1,11 @@
 """Compression of whole decoders: losses, resumption, experts, files and refusals."""
 
 import dataclasses
+import fcntl
 import json
+import os
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +15,20 @@ import pytest
 from tests.support.command_line import typed
 from tests.support.huggingface import FOLDER
 from zjax.checkpoint.start import settings_of_weights
-from zjax.checkpoint.tokenizer import CheckpointTokenizer
-from zjax.cli.compressing import compress, read_recipe
+from zjax.checkpoint.tokenizer import CheckpointTokenizer, write_tokenizer
+from zjax.cli import compressing as commands
+from zjax.cli.compressing import compress, read_recipe, run_settings
 from zjax.cli.planning import plan
 from zjax.compress import compress as compressing
 from zjax.compress.compress import compress_weights, read_batches
 from zjax.compress.opened import open_huggingface
-from zjax.compress.partial import PartialOutput
+from zjax.compress.partial import CONTENTS, PartialOutput, directory_of
 from zjax.compress.parts import places_of
 from zjax.compress.sizes import sizes_of
 from zjax.compress.walk import AFTER, BEFORE, NEAREST, Walk
+from zjax.config.flags import changes_given
 from zjax.config.load import load_config
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, ProcessError
 from zjax.generation.loading import WITHOUT_MOMENTS
 from zjax.models.build import make_model
 from zjax.models.recording import Recorder, recording_stack
@@ -220,12 +225,6 @@ def test_each_expert_is_rounded_by_its_own_tokens(mixture, monkeypatch):
 def test_compression_goes_on_where_it_stopped(tmp_path):
     opened, output = open_family("llama"), str(tmp_path / "out")
 
-    class Stop(Exception):
-        pass
-
-    def stop(index):
-        raise Stop
-
     with pytest.raises(Stop):
         compress_weights(opened, output, tokenizer_of("llama"), advance=stop)
     told, rounded = [], []
@@ -255,9 +254,130 @@ def test_blocks_of_another_recipe_or_damaged_ones_are_not_taken(tmp_path):
     file = same.directory / "block-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert same.read(0) is None
-    other = PartialOutput(str(tmp_path / "out"), {"recipe": "b", "weights": "w"})
-    assert other.restarted == "recipe changed"
-    assert other.num_blocks == 0 and not file.exists()
+    with pytest.raises(ConfigError) as error:
+        PartialOutput(str(tmp_path / "out"), {"recipe": "b", "weights": "w"})
+    assert str(error.value) == (
+        f"--output='{tmp_path}/out' has 1 blocks of an earlier call, and recipe differ;"
+        f" remove {same.directory} to begin anew, or name another output"
+    )
+    assert file.exists()
+    assert PartialOutput(str(tmp_path / "out"), same._origin).num_blocks == 1
+
+
+class Stop(Exception):
+    """Stops a compression."""
+
+
+def stop(*_):
+    raise Stop
+
+
+@pytest.mark.parametrize("keeps_times", [False, True])
+def test_changed_weights_at_the_same_path_begin_anew(
+    tmp_path, monkeypatch, keeps_times
+):
+    folder, output = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(FOLDER / "llama", folder)
+    start = settings_of_weights(str(folder)) | WITHOUT_MOMENTS
+    settings = {"method": "nearest", "rules": [{"group_size": 8}]}
+    config = load_config({}, start, DATA, {"compress": settings})
+    monkeypatch.setattr(Walk, "run", write_first)
+
+    def call():
+        told, tokenizer = [], CheckpointTokenizer(None, folder)
+        given = open_huggingface(config), str(output), (tokenizer, folder)
+        with pytest.raises(Stop):
+            compress_weights(*given, report=told.append)
+        return told
+
+    assert call() == []
+    assert call() == ["goes on after 1 blocks of an earlier call"]
+    files = sorted(folder.glob("*.safetensors"))
+    # The last file holds nothing of the first block.
+    for path in files if keeps_times else files[-1:]:
+        status, content = path.stat(), bytearray(path.read_bytes())
+        content[-3] ^= 1
+        if keeps_times:  # some of the tensors are of the first block
+            content[-2000::4] = bytes(x ^ 1 for x in content[-2000::4])
+        path.write_bytes(content)
+        if keeps_times:
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert call() == [f"begins anew: {CONTENTS} changed"]
+
+
+def write_first(self, output, advance):
+    """Writes a first block, and stops."""
+    output.write(0, {"a/kernel": jnp.ones((2, 3))}, {}, [])
+    raise Stop
+
+
+def test_a_saved_step_is_known_by_its_checksums(tmp_path):
+    from zjax.compress import opened
+
+    assert opened._digest_step(tmp_path) == opened._digest_step(tmp_path)
+    found = {opened._digest_step(tmp_path)}
+    for text in "a", "b":
+        (tmp_path / "params").write_text(text)
+        found.add(opened._digest_step(tmp_path))
+    for text in "1", "2":
+        (tmp_path / "sums").write_text(text)
+        found.add(opened._digest_step(tmp_path))
+    assert len(found) == 5
+
+
+def test_folders_of_others_are_refused_and_kept(tmp_path):
+    opened, output = open_family("llama", "nearest"), tmp_path / "out"
+    folder = directory_of(str(output))
+    folder.mkdir()
+    (folder / "mine").touch()
+    for index in None, "{}":
+        if index:
+            (folder / "progress.json").write_text(index)
+        with pytest.raises(ConfigError) as error:
+            compress_weights(opened, str(output), tokenizer_of("llama"))
+        assert str(error.value) == (
+            f"--output='{output}' keeps blocks in {folder}, which has no index of "
+            "blocks; remove that directory, or name another output"
+        )
+    assert {x.name for x in folder.iterdir()} == {"mine", "progress.json"}
+
+
+@pytest.mark.parametrize("output", [".", "..", "/"])
+def test_outputs_without_a_name_are_refused(tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        compress_weights(open_family("llama", "nearest"), output, tokenizer_of("llama"))
+    assert str(error.value) == (
+        f"--output='{output}' is no name of a new directory; name a new directory"
+    )
+
+
+def test_a_second_call_with_an_output_is_refused(tmp_path):
+    output = str(tmp_path / "out")
+    folder = directory_of(output)
+    folder.mkdir()
+    with (folder / "lock.json").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ProcessError, match="is in use by another run"):
+            compress_weights(
+                open_family("llama", "nearest"), output, tokenizer_of("llama")
+            )
+
+
+def test_a_failing_picture_costs_no_blocks(compressed, monkeypatch):
+    opened, output, done, _ = compressed
+    again = output.parent / "again"
+    tokenizer = tokenizer_of("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(compressing, "plot_scores", stop)
+        with pytest.raises(Stop):
+            compress_weights(opened, str(again), tokenizer)
+    assert not again.exists()
+    told = []
+    found = compress_weights(opened, str(again), tokenizer, report=told.append)
+    assert told == ["goes on after 2 blocks of an earlier call"]
+    assert found.text == done.text
+    assert not directory_of(str(again)).exists()
 
 
 def test_all_problems_are_told_before_anything_is_computed(tmp_path, monkeypatch):
@@ -339,6 +459,48 @@ def test_the_command_takes_recipes_and_changes(tmp_path, capsys, monkeypatch):
         read_recipe("w3")
     with pytest.raises(ConfigError, match="needs one of --run and --model"):
         compress(typed("compress", f"--output={tmp_path}"))
+
+
+def test_a_run_keeps_the_recipe_that_it_has(monkeypatch, capsys):
+    own = {"method": "awq", "num_rows": 7}
+    saved = [load_config({}, {"compress": own}), load_config({})]
+
+    def settings(given):
+        return load_config(saved[0], *changes_given(given))
+
+    monkeypatch.setattr(commands.commands, "settings", settings)
+    given = typed("compress", "--run=r", "--config.compress.num_heldout_rows=3")
+
+    def chosen(recipe):
+        found = run_settings(given, recipe).compress
+        assert found.num_heldout_rows == 3
+        return found.method.kind, found.num_rows
+
+    assert chosen(None) == ("awq", 7)
+    assert capsys.readouterr().err == "recipe: the section compress of the settings\n"
+    assert chosen({"method": "nearest"}) == ("nearest", 128)
+    assert chosen({}) == ("gptq", 128)
+    saved.pop(0)
+    assert chosen(None) == ("gptq", 128)
+
+
+def test_a_gguf_file_takes_the_tokenizer_beside_it(tmp_path, monkeypatch):
+    opened, seen, out = open_family("llama"), [], tmp_path / "out"
+
+    def record(config):
+        seen.append(config)
+        return opened
+
+    monkeypatch.setattr(commands, "settings_of_weights", lambda _: {})
+    monkeypatch.setattr(commands, "open_huggingface", record)
+    (tmp_path / "x.gguf").touch()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    out.mkdir()
+    given = typed("compress", f"--model={tmp_path / 'x.gguf'}", "--output=small")
+    _, tokenizer = commands.open_weights(given, None)
+    assert seen[0].compress.method.kind == "gptq"
+    write_tokenizer(out, *tokenizer)
+    assert (out / "tokenizer.json").read_text() == "{}"
 
 
 def test_the_plan_has_a_line_for_each_recipe(capsys):

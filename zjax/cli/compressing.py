@@ -24,11 +24,15 @@ from zjax.errors import ConfigError, Problem
 from zjax.files import local_path, parse_json, read_text
 from zjax.generation.loading import WITHOUT_MOMENTS
 from zjax.settings.compress import RECIPES
+from zjax.settings.schema import Config
+
+_RECIPE = "w4a16_gptq"
+"""Recipe of weights without settings of compression."""
 
 
 def compress(given: flags.FlagValues) -> None:
     """Quantises weights by a recipe, and writes a directory for transformers."""
-    recipe = read_recipe(given.recipe)
+    recipe = read_recipe(given.recipe) if given.recipe else None
     if not given.output:
         remedy = "name a new directory"
         raise ConfigError(Problem("--output", "", "is missing", remedy))
@@ -78,7 +82,7 @@ def read_recipe(given: str) -> dict[str, Any]:
 
 
 def open_weights(
-    given: flags.FlagValues, recipe: dict[str, Any]
+    given: flags.FlagValues, recipe: dict[str, Any] | None
 ) -> tuple[Opened, tuple[CheckpointTokenizer, pathlib.Path | None]]:
     """Opens the weights of `--run` or `--model`, and the tokenizer."""
     if bool(given.run) == bool(given.model):
@@ -93,19 +97,33 @@ def open_weights(
             problem = "is no checkpoint of Hugging Face"
             raise ConfigError(Problem("--model", given.model, problem, remedy))
         start = settings_of_weights(directory) | WITHOUT_MOMENTS
-        start |= {"compress": recipe}
+        start |= {"compress": RECIPES[_RECIPE] if recipe is None else recipe}
         config = load_config({}, start, *changes_given(given))
         tokenizer = CheckpointTokenizer(None, pathlib.Path(directory))
-        return open_huggingface(config), (tokenizer, pathlib.Path(directory))
-    # The recipe lies over the settings of the run, and given changes over the recipe.
-    config = dataclasses.replace(commands.settings(given), compress=None)
-    config = load_config(config, {"compress": recipe}, *changes_given(given))
+        return open_huggingface(config), (tokenizer, find_start(directory))
+    config = run_settings(given, recipe)
     store = commands.open_store(config.directory)
     step = commands.chosen_step(store, given.step)
     opened, part = open_run(config, given.part, step)
     commands.report_weights(part, step)
     start = find_start(config.checkpoint.init_from)
     return opened, (tokenizer_of_run(store, step), start)
+
+
+def run_settings(given: flags.FlagValues, recipe: dict[str, Any] | None) -> Config:
+    """Reads settings of a run, with a recipe or else the recipe of the run.
+
+    A run without the section `compress` takes the default recipe, whose settings are
+    the defaults of the section.
+    """
+    config = commands.settings(given)
+    if recipe is None and config.compress is not None:
+        print("recipe: the section compress of the settings", file=sys.stderr)
+        return config
+    recipe = RECIPES[_RECIPE] if recipe is None else recipe
+    # Given changes lie over the recipe.
+    config = dataclasses.replace(config, compress=None)
+    return load_config(config, {"compress": recipe}, *changes_given(given))
 
 
 COMPRESS = Command(
@@ -123,8 +141,8 @@ COMPRESS = Command(
         commands.STEP,
         flag(
             "recipe",
-            f"Settings of compress: {', '.join(RECIPES)}, or a JSON file.",
-            "w4a16_gptq",
+            f"Settings of compress: {', '.join(RECIPES)}, or a JSON file; "
+            f"those of the run by default, or {_RECIPE}.",
         ),
         flag("output", "Directory to write, for transformers and vLLM."),
         flag("device", "Kind of the device whose memory times a token, such as H200."),

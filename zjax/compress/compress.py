@@ -11,9 +11,15 @@ import numpy as np
 from zjax.checkpoint.tokenizer import CheckpointTokenizer
 from zjax.compress.opened import Opened
 from zjax.compress.output import check_output, write_output
-from zjax.compress.partial import PartialOutput
+from zjax.compress.partial import (
+    CONTENTS,
+    PartialOutput,
+    directory_of,
+    foreign_problems,
+)
 from zjax.compress.parts import places_of, rule_of
 from zjax.compress.report import Compared, describe_scores, plot_scores
+from zjax.compress.scores import Score
 from zjax.compress.sizes import find_memory, sizes_of
 from zjax.compress.walk import BEFORE, Walk
 from zjax.config.check import rounding_rule_problems
@@ -22,6 +28,7 @@ from zjax.data.source import open_rows
 from zjax.errors import ConfigError, Problem, check_installed
 from zjax.models.block import segments_of
 from zjax.models.recording import layers_in
+from zjax.processes import hold
 from zjax.settings.compress import Compress, Smoothquant
 from zjax.settings.schema import Config
 from zjax.sharding.describe import format_bytes
@@ -55,7 +62,8 @@ def compress_weights(
 ) -> Compressed:
     """Compresses weights as `config.compress` says, and writes a directory.
 
-    An earlier call with equal weights and settings that was stopped goes on.
+    An earlier call with equal weights and settings that was stopped goes on. Blocks
+    of other settings are kept, and the call is refused.
 
     Args:
         opened: Weights, with the settings of data and compression.
@@ -83,28 +91,44 @@ def compress_weights(
         report(f"weights go out in {opened.dtype}, on the grid of codes: {plain}")
     calibration = read_batches(opened.config, "train", settings.num_rows)
     heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
-    partial = PartialOutput(output, origin_of(opened, settings, calibration))
-    if partial.restarted:
-        report(f"begins anew: {partial.restarted}")
-    elif partial.num_blocks:
-        report(f"goes on after {partial.num_blocks} blocks of an earlier call")
-    walk = Walk(opened, settings, calibration, heldout)
-    outcome = walk.run(partial, advance)
-    num_bytes = write_output(opened, settings, partial, output, tokenizer)
-    partial.remove()
-    given = opened.config, opened.decoder, opened.shapes
-    sizes = {True: sizes_of(*given, None), False: sizes_of(*given, settings)}
-    found = {
-        name: Compared(sizes[name == BEFORE], score)
-        for name, score in outcome.scores.items()
-    }
-    plot_scores(found, pathlib.Path(output) / PICTURE)
-    num_tokens = sum(int((x["weights"] > 0).sum()) for x in heldout)
-    lines = [describe_scores(found, memory, device, num_tokens), *outcome.notes]
+    # A second call with this output would write the same blocks.
+    with hold(str(directory_of(output))):
+        partial = PartialOutput(output, origin_of(opened, settings, calibration))
+        if partial.restarted:
+            report(f"begins anew: {partial.restarted}")
+        elif partial.num_blocks:
+            report(f"goes on after {partial.num_blocks} blocks of an earlier call")
+        walk = Walk(opened, settings, calibration, heldout)
+        outcome = walk.run(partial, advance)
+        # Before blocks are removed: a failure here must not cost them.
+        found = _compared(opened, settings, outcome.scores)
+        num_tokens = sum(int((x["weights"] > 0).sum()) for x in heldout)
+        table = describe_scores(found, memory, device, num_tokens)
+        num_bytes = write_output(
+            opened,
+            settings,
+            partial,
+            output,
+            tokenizer,
+            lambda folder: plot_scores(found, folder / PICTURE),
+        )
+        partial.remove()
+    lines = [table, *outcome.notes]
     if plain:
         size = format_bytes(num_bytes)
         lines.append(f"the files take {size}: weights of {opened.dtype}, not codes")
     return Compressed("\n".join(lines), found, num_bytes)
+
+
+def _compared(
+    opened: Opened, settings: Compress, scores: Mapping[str, Score]
+) -> dict[str, Compared]:
+    """Joins the sizes of weights to the scores, by name of the weights."""
+    given = opened.config, opened.decoder, opened.shapes
+    sizes = {True: sizes_of(*given, None), False: sizes_of(*given, settings)}
+    return {
+        name: Compared(sizes[name == BEFORE], score) for name, score in scores.items()
+    }
 
 
 def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Problem]:
@@ -138,6 +162,11 @@ def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Pro
             yield Problem("model.moe", moe.kind, problem, remedy)
     yield from _row_problems(opened.config, settings)
     target = pathlib.Path(output)
+    if target.name in ("", ".."):
+        problem, remedy = "is no name of a new directory", "name a new directory"
+        yield Problem("--output", output, problem, remedy)
+        return
+    yield from foreign_problems(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         problem, remedy = "exists and is not empty", "name a new directory"
         yield Problem("--output", output, problem, remedy)
@@ -197,6 +226,7 @@ def origin_of(
     read = dataclasses.replace(settings, num_heldout_rows=1)
     return {
         "weights": opened.name,
+        CONTENTS: opened.digest(),
         "recipe": repr(read),
         "model": repr(opened.config.model),
         "dtype": opened.dtype,

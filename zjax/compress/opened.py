@@ -1,15 +1,18 @@
 """Weights to compress, of a run or of a Hugging Face checkpoint, block by block."""
 
 import dataclasses
+import hashlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zjax.checkpoint.start import find_config, open_source, open_weights
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.sums import SUMS_FILE
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
 from zjax.models.nnx import nest
@@ -18,6 +21,7 @@ from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_key
 from zjax.train.average import Part
 from zjax.weights import huggingface, layers
+from zjax.weights.config_json import CONFIG_NAME
 from zjax.weights.files import tensor_name
 from zjax.weights.source import Entry, Source, cached, check_same, name_leaves
 
@@ -35,6 +39,7 @@ class Opened:
         shapes: Shapes of all parameters by path, blocks stacked.
         source: Weights with layers apart, by names with dots.
         name: What names the weights in messages.
+        files: Digest of what tells whether files have changed.
     """
 
     config: Config
@@ -42,6 +47,7 @@ class Opened:
     shapes: dict[str, Any]
     source: Source
     name: str
+    files: str = ""
 
     def read_outside(self) -> Any:
         """Reads the parameters outside of the blocks onto the device."""
@@ -64,6 +70,18 @@ class Opened:
             if path.startswith(prefix)
         }
 
+    def digest(self) -> str:
+        """Digests the files, and the first block as it is read.
+
+        Files may be replaced by others of the same size and time.
+        """
+        found = hashlib.sha256(self.files.encode())
+        for name in sorted(self.source.entries):
+            if name.startswith(f"{BLOCKS}.") and name.endswith("[0]"):
+                values = np.ascontiguousarray(self.source.read_all(name))
+                found.update(name.encode() + values.tobytes())
+        return found.hexdigest()
+
     def _read(self, name: str) -> jax.Array:
         return jnp.asarray(self.source.read_all(name)).astype(self.dtype)
 
@@ -79,7 +97,17 @@ def open_run(config: Config, part: str, step: int) -> tuple[Opened, Part]:
     source, chosen = open_weights(store, part, step)
     source = source.renamed({tensor_name(name): name for name in source.entries})
     name = f"{chosen} of step {step} in {config.directory}"
-    return _opened(config, cached(source), name), chosen
+    opened = _opened(config, cached(source), name)
+    return dataclasses.replace(opened, files=_digest_step(store.path(step))), chosen
+
+
+def _digest_step(folder: pathlib.Path) -> str:
+    """Digests the checksums of a checkpoint, or the times of files without them."""
+    path = folder / SUMS_FILE
+    if not path.exists():
+        return _digest_times([x for x in folder.rglob("*") if x.is_file()])
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_huggingface(config: Config) -> Opened:
@@ -91,7 +119,21 @@ def open_huggingface(config: Config) -> Opened:
         shape = config.model, config.checkpoint
         return huggingface.adapted(source, wanted, config_json, *shape)
 
-    return _opened(config, open_source(directory), directory, adapt)
+    opened = _opened(config, open_source(directory), directory, adapt)
+    return dataclasses.replace(opened, files=_digest_files(pathlib.Path(directory)))
+
+
+def _digest_files(place: pathlib.Path) -> str:
+    """Digests what tells whether a Hugging Face checkpoint has changed."""
+    patterns = "*.safetensors", "*.safetensors.index.json", CONFIG_NAME
+    files = [place] if place.is_file() else [x for p in patterns for x in place.glob(p)]
+    return _digest_times(files)
+
+
+def _digest_times(files: list[pathlib.Path]) -> str:
+    """Digests names, sizes and times of files."""
+    found = [(x.name, x.stat().st_size, x.stat().st_mtime_ns) for x in sorted(files)]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def open_source_of(

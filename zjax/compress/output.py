@@ -3,6 +3,7 @@
 import functools
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -100,10 +101,11 @@ def write_output(
     partial: PartialOutput,
     output: str,
     tokenizer: tuple[CheckpointTokenizer, pathlib.Path | None],
+    draw: Callable[[pathlib.Path], None],
 ) -> int:
     """Writes config.json, tokenizer and safetensors; returns the bytes written.
 
-    The directory is renamed once complete.
+    The directory is renamed once complete, after `draw` has added pictures.
     """
     kind, plain = check_output(opened, settings)
     model = opened.config.model
@@ -119,6 +121,7 @@ def write_output(
         write_json(folder / CONFIG_NAME, values)
         write_shards(folder, tensors, {"format": "pt"}, MAX_SHARD_BYTES)
         written = sum(file.stat().st_size for file in folder.iterdir())
+        draw(folder)
     return written
 
 

@@ -4,12 +4,13 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from zjax.errors import ConfigError, Problem
 from zjax.files import (
     MAX_INDEX_BYTES,
     make_directory,
@@ -17,68 +18,102 @@ from zjax.files import (
     parse_json,
     read_text,
 )
+from zjax.processes.member_files import LOCK_FILE
 from zjax.weights.files import open_file, writable, write_file
 from zjax.weights.source import Entry, Source
 
 _INDEX = "progress.json"
 _SCALES = "scales:"
 """Beginning of the names of scales in a file."""
+CONTENTS = "contents of the weights"
+"""Name of the origin that makes all earlier blocks worthless when it changes."""
+
+
+def directory_of(output: str) -> pathlib.Path:
+    """Returns the hidden directory of blocks beside an output."""
+    target = pathlib.Path(output)
+    return target.with_name(f".{target.name}.blocks")
+
+
+def foreign_problems(output: str) -> Iterator[Problem]:
+    """Yields a problem if the directory of blocks holds other files."""
+    directory = directory_of(output)
+    with writable(output):
+        files = {x.name for x in directory.iterdir()} if directory.exists() else set()
+    if files - {LOCK_FILE} and _read_index(directory) is None:
+        problem = f"keeps blocks in {directory}, which has no index of blocks"
+        remedy = "remove that directory, or name another output"
+        yield Problem("--output", output, problem, remedy)
+
+
+def _read_index(directory: pathlib.Path) -> tuple[dict[str, Any], Any] | None:
+    """Reads origin and blocks of an index; None if it is missing or damaged."""
+    try:
+        found = parse_json(read_text(directory / _INDEX, MAX_INDEX_BYTES))
+        origin, blocks = found["origin"], found["blocks"]
+        sums = {str(n): (str(x[0]), [*map(str, x[1])]) for n, x in blocks.items()}
+        return dict(origin), sums
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
 
 
 class PartialOutput:
     """Compressed blocks in a directory beside the output.
 
-    Blocks of another origin are removed, and compression begins anew. A block whose
-    checksum is wrong is compressed again.
+    Blocks of other weights at the same path are not taken, and compression begins
+    anew. A block whose checksum is wrong is compressed again.
 
     Args:
         output: Directory of the output; the blocks lie in a hidden directory beside it.
         origin: All that the blocks depend on.
+
+    Raises:
+        ConfigError: The directory holds blocks of other settings, or other files.
     """
 
     def __init__(self, output: str, origin: Mapping[str, Any]):
-        target = pathlib.Path(output)
-        self.directory = target.with_name(f".{target.name}.blocks")
+        self.directory = directory_of(output)
         self._origin = json.loads(json.dumps(origin))
         self._index: dict[str, Any] = {"origin": self._origin, "blocks": {}}
         self.restarted = ""
-        """Why blocks of an earlier call were removed; empty if none were."""
-        with writable(output):
-            self._open()
+        """Why blocks of an earlier call are not taken; empty if all are."""
+        self._open(output)
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks that are there."""
         return len(self._index["blocks"])
 
-    def _open(self) -> None:
-        """Reads the index of an earlier call, or begins anew."""
-        path = self.directory / _INDEX
-        if not self.directory.exists():
-            make_directory(self.directory)
-            return
-        try:
-            found = parse_json(read_text(path, MAX_INDEX_BYTES))
-            origin, blocks = found["origin"], found["blocks"]
-            sums = {str(n): (str(x[0]), [*map(str, x[1])]) for n, x in blocks.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self._restart("its index cannot be read" if path.exists() else "")
-            return
+    def _open(self, output: str) -> None:
+        """Takes the blocks of an earlier call, or begins anew."""
+        if problems := [*foreign_problems(output)]:
+            raise ConfigError(*problems)
+        origin, blocks = _read_index(self.directory) or ({}, {})
         names = [
             name
             for name in sorted(origin.keys() | self._origin.keys())
             if origin.get(name) != self._origin.get(name)
         ]
-        if names:
-            self._restart(f"{', '.join(names)} changed")
-        else:
-            self._index["blocks"] = sums
+        others = ", ".join(name for name in names if name != CONTENTS)
+        if blocks and others:
+            # A mistyped flag must not cost the hours that the blocks took.
+            problem = (
+                f"has {len(blocks)} blocks of an earlier call, and {others} differ"
+            )
+            remedy = f"remove {self.directory} to begin anew, or name another output"
+            raise ConfigError(Problem("--output", output, problem, remedy))
+        if blocks and names:
+            self.restarted = f"{CONTENTS} changed"
+        elif blocks:
+            self._index["blocks"] = blocks
+        with writable(output):
+            make_directory(self.directory)
+            self._write_index()
 
-    def _restart(self, reason: str) -> None:
-        """Removes the blocks of an earlier call."""
-        self.restarted = reason
-        shutil.rmtree(self.directory)
-        make_directory(self.directory)
+    def _write_index(self) -> None:
+        """Writes origin and checksums; files that are not named there do not count."""
+        with new_file(self.directory / _INDEX) as partial:
+            partial.write_text(json.dumps(self._index))
 
     def write(
         self,
@@ -97,8 +132,7 @@ class PartialOutput:
             with new_file(path) as partial:
                 write_file(partial, source, {})
             self._index["blocks"][str(index)] = _digest(path), [*notes]
-            with new_file(self.directory / _INDEX) as partial:
-                partial.write_text(json.dumps(self._index))
+            self._write_index()
 
     def _path(self, index: int) -> pathlib.Path:
         return self.directory / f"block-{index:05}.safetensors"
