@@ -33,6 +33,7 @@ from zjax.generation.loading import WITHOUT_MOMENTS
 from zjax.models.build import make_model
 from zjax.models.recording import Recorder, recording_stack
 from zjax.models.stack import make_stack
+from zjax.settings.compress import RECIPES
 from zjax.stack.forward import run_stack
 from zjax.weights.files import open_files
 
@@ -453,6 +454,15 @@ def test_the_command_takes_recipes_and_changes(tmp_path, capsys, monkeypatch):
     assert (told["settings"].method.kind, told["settings"].num_rows) == ("awq", 7)
     shown = capsys.readouterr().out
     assert "next: zjax generate --model=" in shown and "5 bytes" in shown
+    asked = []
+    monkeypatch.setattr(
+        commands, "open_weights", lambda _, x: asked.append(x) or stop()
+    )
+    for recipe in ["--recipe=w8a16"], []:
+        with pytest.raises(Stop):
+            compress(typed("compress", *recipe, f"--output={tmp_path}"))
+    assert asked == [RECIPES["w8a16"], None]
+    monkeypatch.undo()
     (tmp_path / "r.json").write_text('{"method": "nearest"}')
     assert read_recipe(str(tmp_path / "r.json")) == {"method": "nearest"}
     with pytest.raises(ConfigError, match="--recipe='w3' is no recipe; use w4a16_gptq"):

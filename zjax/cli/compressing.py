@@ -32,7 +32,7 @@ _RECIPE = "w4a16_gptq"
 
 def compress(given: flags.FlagValues) -> None:
     """Quantises weights by a recipe, and writes a directory for transformers."""
-    recipe = read_recipe(given.recipe) if given.recipe else None
+    recipe = read_recipe(given.recipe) if given["recipe"].present else None
     if not given.output:
         remedy = "name a new directory"
         raise ConfigError(Problem("--output", "", "is missing", remedy))
@@ -142,7 +142,8 @@ COMPRESS = Command(
         flag(
             "recipe",
             f"Settings of compress: {', '.join(RECIPES)}, or a JSON file; "
-            f"those of the run by default, or {_RECIPE}.",
+            "left out, those of a run with the section.",
+            _RECIPE,
         ),
         flag("output", "Directory to write, for transformers and vLLM."),
         flag("device", "Kind of the device whose memory times a token, such as H200."),
