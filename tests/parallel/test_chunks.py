@@ -32,7 +32,8 @@ def test_chunks_give_what_all_tokens_give(chunk_tokens):
         jax.tree.leaves(run(matrix, x, 0)),
         strict=True,
     ):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+        # Sums of numbers up to 30 cancel, on some processors by other roundings.
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def compile_step(mlp_chunk_tokens, **mesh):

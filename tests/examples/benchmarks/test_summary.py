@@ -131,7 +131,7 @@ def test_the_published_summary_is_one_screen():
     text = (ROOT / "BENCHMARKS.md").read_text()
     above, _, rest = text.partition(BEGIN)
     summary = rest.partition(END)[0]
-    assert len(above.splitlines()) + len(summary.splitlines()) <= 84
+    assert len(above.splitlines()) + len(summary.splitlines()) <= 88
     shown = re.sub(r"\]\([^)]*\)", "]", summary)  # without addresses of links
     lines = [line for line in shown.splitlines() if line.startswith("| ")]
     assert max(map(len, lines)) <= 150
