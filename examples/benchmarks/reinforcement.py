@@ -87,7 +87,7 @@ def gap():
         "rl_gap",
         "The trainer finds the probabilities by which the sampler drew the tokens.",
         (as_is, exact, seconds),
-        headline="GRPO of 1.5B: sampler to trainer in nats, exact mode, its cost",
+        headline="GRPO of 1.5B: sampler to trainer, exact mode",
         higher_is_better=False,
         notes=f"{notes(64)}; all tokens of a rollout; the sampler's probabilities are "
         "of the pass that drew the token, the trainer's of the passes of the update; "
@@ -110,7 +110,7 @@ def replay():
         "rl_replay",
         "The trainer is nearer to the sampler with the experts that the sampler chose.",
         (case,),
-        headline="Mixture of experts: sampler to trainer, with replay over without",
+        headline="Experts: sampler to trainer, with replay over without",
         higher_is_better=False,
         notes="8 layers of width 1,024, 4 of 32 experts, random weights that do not "
         "change, computed in bfloat16; 512 texts of 512 tokens",
