@@ -34,6 +34,11 @@ def problems_of(make):
             "use 'compute', or leave quantize out",
         ),
         (
+            {"quantize": {"rules": INT4}, "model": {"mlp_tiles": 2}},
+            "model.mlp_tiles=2 gives each tile groups and scales of its own: quantize "
+            "is set; use 1, or leave quantize out",
+        ),
+        (
             {"quantize": {"rules": INT4}, "precision": {"batch_invariant": True}},
             "precision.batch_invariant=True does not hold with quantize='quantize'; "
             "use False, or None there",

@@ -4,6 +4,7 @@ import pathlib
 
 from absl import logging
 
+from zjax.checkpoint import learned
 from zjax.checkpoint.start import find_config, open_weights
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
@@ -82,7 +83,8 @@ def export_huggingface(
 ) -> int:
     """Writes a directory that transformers loads: config.json, safetensors, an index.
 
-    `quantize` rounds matrices to nearest as a scheme of `weights.quantized` says.
+    `quantize` rounds matrices to nearest as a scheme of `weights.quantized` says. A run
+    that learned rounded matrices has the same codes again; other grids are refused.
 
     Tokenizer, chat template and end ids come from the data of the run. A run without a
     tokenizer record, such as a run on given batches, takes the files of the Hugging
@@ -92,6 +94,9 @@ def export_huggingface(
     layers is in memory at a time. Only one process may call this.
     """
     chosen = store.resolve(step)
+    if quantize:
+        grids = learned.HUGGINGFACE
+        learned.check_grid(saved_config(store.extra(chosen)), quantize, grids)
     source, _ = open_weights(store, part, chosen, rounds=True)
     return write_huggingface(
         store,
@@ -184,6 +189,10 @@ def export_peft(
         problem = "gives tables rows that the base of an adapter lacks"
         field = "checkpoint.resize_vocabulary"
         raise ConfigError(Problem(field, True, problem, peft.MERGES))
+    if config.quantize:
+        rules = [*config.quantize.rules]
+        problem = "round the base of the adapters, which PEFT loads unrounded"
+        raise ConfigError(Problem("quantize.rules", rules, problem, peft.MERGES))
     kind = huggingface.find_kind(config.model, "leave out --format=peft")
     source, _ = open_weights(store, part, step, merges_adapters=False)
     source, values = peft.adapter_tensors(source, config.model, config.lora, kind)

@@ -6,6 +6,7 @@ from typing import Any
 
 from absl import logging
 
+from zjax.checkpoint import learned
 from zjax.checkpoint.export import find_start
 from zjax.checkpoint.start import open_weights
 from zjax.checkpoint.store import Store
@@ -34,13 +35,17 @@ def export_gguf(
 ) -> int:
     """Writes one file that llama.cpp runs, with the tokenizer of the run's data.
 
-    `quantize` is one of `gguf_file.TYPES`. The file is renamed once complete. Only one
+    `quantize` is one of `gguf_file.TYPES`; types of another grid than a run with
+    rounded matrices learned are refused. The file is renamed once complete. Only one
     process may call this.
     """
     chosen = store.resolve(step)
     if dtype:
         problem, remedy = "has no effect with --format=gguf", "use --quantize"
         raise ConfigError(Problem("--dtype", dtype, problem, remedy))
+    if quantize not in gguf_file.FLOATS:
+        config = saved_config(store.extra(chosen))
+        learned.check_grid(config, quantize, learned.GGUF)
     source, _ = open_weights(store, part, chosen, rounds=True)
     return write_gguf(store, path, source, step=chosen, quantize=quantize)
 

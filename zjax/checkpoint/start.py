@@ -1,5 +1,6 @@
 """Opens the weights that a run starts from: files of tensors, or another run."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -178,7 +179,10 @@ def open_weights(
     whole = without_codes(source)
     # Adapters learned beside rounded matrices.
     if config.quantize and (rounds or config.lora):
-        whole = rounded(whole, make_model(config), config.precision.compute_dtype)
+        # The rules are of the model that learned them, which may be of the user.
+        plain = dataclasses.replace(config, quantize=None, lora=None)
+        compute_dtype = config.precision.compute_dtype
+        whole = rounded(whole, make_model(plain), config.quantize, compute_dtype)
     return adapters.merged(whole, config.lora) if config.lora else whole, chosen
 
 

@@ -11,6 +11,7 @@ _LEAVE = "leave quantize out"
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "precision.matmul_dtype": (("compute",), "rounds to other codes"),
     "model.kind": (("decoder",), "has no rounded matrices"),
+    "model.mlp_tiles": ((1,), "gives each tile groups and scales of its own"),
     "lora.form": (("lora", None), "measures columns of matrices that are not rounded"),
     "lora.quantize": ((None,), "stores codes of matrices, which training rounds again"),
     "rl": ((None,), "has not been built for rounded matrices"),

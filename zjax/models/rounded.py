@@ -33,11 +33,7 @@ def attach(module: nnx.Module, settings: Quantize) -> None:
 
     Experts are layers, too, such as `blocks/mlp/experts/up`.
     """
-    found = {
-        "/".join(map(str, parts)): layer
-        for parts, layer in nnx.iter_modules(module)
-        if isinstance(layer, layers.Linear | Matrix)
-    }
+    found = linear_layers(module)
     check_patterns(found, settings)
     check_groups({path: _depth(layer) for path, layer in found.items()}, settings)
     for path, layer in found.items():
@@ -49,6 +45,15 @@ def attach(module: nnx.Module, settings: Quantize) -> None:
             remedy = "use 'compute' in a rule before, with pattern='experts'"
             field = f"quantize.rules[{settings.rules.index(rule)}].activations"
             raise ConfigError(Problem(field, rule.activations, problem, remedy))
+
+
+def linear_layers(module: nnx.Module) -> dict[str, Any]:
+    """Returns the linear layers of a built-in model, experts included, by path."""
+    return {
+        "/".join(map(str, parts)): layer
+        for parts, layer in nnx.iter_modules(module)
+        if isinstance(layer, layers.Linear | Matrix)
+    }
 
 
 def rounded_layers(module: nnx.Module) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from zjax.weights.source import Entry, Index, Source
 ENDING = ".gguf"
 TYPES = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4", "bf16", "f16", "f32")
 """Types of matrices that zjax writes, by the names of llama.cpp."""
+FLOATS = ("bf16", "f16", "f32")
+"""Types without codes."""
 _HALVES = {"q8_0": 0, "q4_0": 8, "q5_0": 16}
 """Number added to a code of types whose scale may be given."""
 PLAIN = frozenset({"token_embd.weight", "output.weight"})
@@ -90,7 +92,7 @@ def write(
     types = {n: type_of(n, x.shape, quantize) for n, x in source.entries.items()}
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_file_type(_FILE_TYPES[quantize])
-    if quantize not in ("f32", "f16", "bf16"):
+    if quantize not in FLOATS:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, value in metadata.items():
         _add(writer, name, value)
@@ -142,7 +144,7 @@ def blocks_of(
     if not fits:
         problem = f"has values that are not finite in {kind}"
         raise CheckpointError(Problem("tensor", name, problem, "use bf16 or f32"))
-    if scales is not None and kind not in ("f32", "f16", "bf16"):
+    if scales is not None and kind not in FLOATS:
         return _blocks_on_grid(name, array, kind, scales)
     found = gguf.quantize(array, gguf.GGMLQuantizationType[kind.upper()])
     return found.view(np.uint8)
