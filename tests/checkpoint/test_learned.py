@@ -20,6 +20,11 @@ def config_of(*rules, **settings):
     return zjax.load_config({"quantize": {"rules": [*rules]}} | settings)
 
 
+def check_grid(config, quantize, grids):
+    adapters = bool(config.lora)
+    learned.check_grid(config.quantize, quantize, grids, has_adapters=adapters)
+
+
 FITTING = [
     (learned.HUGGINGFACE, "w4a16", "int4", 128),
     (learned.HUGGINGFACE, "w8a8", "int8", 0),
@@ -37,10 +42,10 @@ def test_a_grid_goes_out_in_its_own_layout_alone(grids, name, weights, size):
         {"pattern": "key", "weights": "compute"},
         {"weights": weights, "group_size": size},
     )
-    learned.check_grid(config, name, grids)
+    check_grid(config, name, grids)
     for other in {*grids, "q4_0"} - {name}:
         with pytest.raises(ConfigError, match=f"; use {name} or leave"):
-            learned.check_grid(config, other, grids)
+            check_grid(config, other, grids)
 
 
 def test_each_rule_of_another_grid_is_refused():
@@ -53,16 +58,16 @@ def test_each_rule_of_another_grid_is_refused():
         "--quantize='q4_0' rounds again what learned int8 in one group of all inputs; "
         "leave --quantize out"
     ):
-        learned.check_grid(config, "q4_0", learned.GGUF)
+        check_grid(config, "q4_0", learned.GGUF)
 
 
 def test_runs_without_rules_are_rounded_to_any_grid():
-    learned.check_grid(zjax.load_config({}), "q4_0", learned.GGUF)
+    check_grid(zjax.load_config({}), "q4_0", learned.GGUF)
 
 
 def test_merged_adapters_are_rounded_once_more_and_the_log_says_so(caplog):
     config = config_of({"weights": "int4"}, lora={"rank": 2})
-    learned.check_grid(config, "w4a16", learned.HUGGINGFACE)
+    check_grid(config, "w4a16", learned.HUGGINGFACE)
     assert caplog.messages == [
         "--quantize=w4a16 rounds matrices with merged adapters, which lie on no grid, "
         "once more"

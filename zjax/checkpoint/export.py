@@ -95,8 +95,10 @@ def export_huggingface(
     """
     chosen = store.resolve(step)
     if quantize:
+        config = saved_config(store.extra(chosen))
+        rules, has_adapters = config.quantize, bool(config.lora)
         grids = learned.HUGGINGFACE
-        learned.check_grid(saved_config(store.extra(chosen)), quantize, grids)
+        learned.check_grid(rules, quantize, grids, has_adapters=has_adapters)
     source, _ = open_weights(store, part, chosen, rounds=True)
     return write_huggingface(
         store,

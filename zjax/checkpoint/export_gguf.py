@@ -45,7 +45,8 @@ def export_gguf(
         raise ConfigError(Problem("--dtype", dtype, problem, remedy))
     if quantize not in gguf_file.FLOATS:
         config = saved_config(store.extra(chosen))
-        learned.check_grid(config, quantize, learned.GGUF)
+        rules, has_adapters = config.quantize, bool(config.lora)
+        learned.check_grid(rules, quantize, learned.GGUF, has_adapters=has_adapters)
     source, _ = open_weights(store, part, chosen, rounds=True)
     return write_gguf(store, path, source, step=chosen, quantize=quantize)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from absl import logging
 
 from zjax.errors import ConfigError, Problem
-from zjax.settings import schema
+from zjax.settings.quantize import Quantize
 from zjax.weights.compressed_tensors import SCHEMES
 from zjax.weights.quantized import FIELD
 
@@ -22,23 +22,30 @@ GGUF: Mapping[str, Grid] = _MX | {"q8_0": ("int8", 32)}
 """Grids of the types of `--format=gguf` that training rounds to as well."""
 
 
-def check_grid(config: schema.Config, quantize: str, grids: Mapping[str, Grid]) -> None:
+def check_grid(
+    settings: Quantize | None,
+    quantize: str,
+    grids: Mapping[str, Grid],
+    *,
+    has_adapters: bool,
+) -> None:
     """Refuses a layout whose grid is none of the grids that the rules of a run name.
 
     Matrices with merged adapters lie on no grid, and the log says so. Matrices without
     a rule may be rounded to any layout.
 
     Args:
-        config: Settings of the run.
+        settings: Rules of the run; None without any.
         quantize: Layout with codes, a value of `--quantize`.
         grids: Grids by layout of the format of the export.
+        has_adapters: Whether adapters were merged into the matrices.
 
     Raises:
         ConfigError: Some rule learned another grid.
     """
-    rules = config.quantize.rules if config.quantize else ()
+    rules = settings.rules if settings else ()
     learned = {(x.weights, x.group_size) for x in rules if x.weights != "compute"}
-    if learned and config.lora:
+    if learned and has_adapters:
         text = "rounds matrices with merged adapters, which lie on no grid, once more"
         logging.warning("%s=%s %s", FIELD, quantize, text)
         return
