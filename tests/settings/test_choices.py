@@ -34,12 +34,12 @@ def settings_of(path, kind):
     for end in range(1, len(names)):
         outer, inner = ".".join(names[:end]), names[end]
         if outer in CHOICES:
-            fits = (
+            fits = next(
                 k
                 for k, one in choices.kinds(CHOICES[outer]).items()
                 if one and inner in choices.names(one)
             )
-            overrides.append(f"{outer}={next(fits)}")
+            overrides += [f"{outer}={fits}", *NEEDED.get(fits, ())]
     return [*overrides, f"{path}={kind}", *NEEDED.get(kind, ())]
 
 
