@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zjax
-from zjax.compress.compress import read_batches
+from zjax.compress.compress import read_rows
 from zjax.compress.opened import open_source_of
 from zjax.compress.partial import PartialOutput
 from zjax.compress.walk import Walk
@@ -66,12 +66,11 @@ def measure(config):
     opened = open_source_of(config, random_source, "random weights")
     settings = opened.config.compress
     assert settings is not None
-    rows = read_batches(opened.config, "train", settings.num_rows)
-    heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
+    rows = read_rows(opened.config, settings)
     with tempfile.TemporaryDirectory() as folder:
         output = PartialOutput(f"{folder}/out", {})
         start = time.perf_counter()
-        outcome = Walk(opened, settings, rows, heldout).run(output)
+        outcome = Walk(opened, settings, *rows).run(output)
         seconds = time.perf_counter() - start
     stats = jax.devices()[0].memory_stats() or {}
     print({name: score.loss for name, score in outcome.scores.items()}, flush=True)

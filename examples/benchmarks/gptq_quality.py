@@ -11,7 +11,7 @@ import jax
 
 import zjax
 from zjax.checkpoint.store import Store
-from zjax.compress.compress import read_batches
+from zjax.compress.compress import read_rows
 from zjax.compress.opened import open_run
 from zjax.compress.partial import PartialOutput
 from zjax.compress.walk import AFTER, BEFORE, NEAREST, Walk
@@ -33,11 +33,10 @@ def losses(config, weights):
     opened, _ = open_run(config, "auto", store.resolve(None))
     settings = opened.config.compress
     assert settings is not None
-    rows = read_batches(opened.config, "train", settings.num_rows)
-    heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
+    rows = read_rows(opened.config, settings)
     with tempfile.TemporaryDirectory() as folder:
         output = PartialOutput(f"{folder}/out", {})
-        scores = Walk(opened, settings, rows, heldout).run(output).scores
+        scores = Walk(opened, settings, *rows).run(output).scores
     return {name: score.loss for name, score in scores.items()}
 
 

@@ -7,6 +7,18 @@ from zjax.config import load_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "benchmarks"
+TINY = (
+    "num_steps=3",
+    "global_batch_size=8",
+    "model.num_layers=1",
+    "model.embed_size=32",
+    "model.num_heads=2",
+    "model.max_length=32",
+    "data.length=32",
+    "evaluation.num_batches=1",
+    "optimizer.schedule.num_warmup_steps=0",
+)
+"""Settings of a run of a decoder on tokens that takes a CPU seconds."""
 
 
 def load(name):

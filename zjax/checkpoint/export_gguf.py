@@ -115,7 +115,7 @@ def _vocabulary(
 
 
 def _report(tensors: Source, quantize: str) -> None:
-    """Logs how many matrices have the type, and which are float16 for their width."""
+    """Logs how many matrices are codes, and which widths made a matrix float16."""
     types = {
         n: gguf_file.type_of(n, x.shape, quantize) for n, x in tensors.entries.items()
     }

@@ -162,7 +162,7 @@ def open_weights(
 ) -> tuple[sources.Source, Part]:
     """Opens weights by path in the model, and returns the chosen kind as well.
 
-    With `rounds`, matrices of a run with `quantize` have the values of their codes.
+    With `rounds`, a run that learned rounded matrices gives codes times scales.
     """
     step = store.latest() if step is None else step  # fixed: newer ones may appear
     saved = store.source(step)

@@ -12,7 +12,7 @@ from zjax.run.generation_plan import report_generation
 from zjax.run.plan_report import PAPER_DEVICES, report_plan
 
 GENERATION = "model", "device", "max_rows", "max_length", *commands.DTYPES_STORED
-"""Flags that are read with `--generate`; two of them with `--compress`, too."""
+"""Flags that are read with `--generate`."""
 COMPRESSION = "compress", "model", "device", "run"
 """Flags that are read with `--compress`."""
 

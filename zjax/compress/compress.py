@@ -86,11 +86,10 @@ def compress_weights(
         check_installed("qwix")
     if problems := [*problems_of(opened, settings, output)]:
         raise ConfigError(*problems)
-    _, plain = check_output(opened, settings)
+    kind, plain = check_output(opened, settings)
     if plain:
         report(f"weights go out in {opened.dtype}, on the grid of codes: {plain}")
-    calibration = read_batches(opened.config, "train", settings.num_rows)
-    heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
+    calibration, heldout = read_rows(opened.config, settings)
     # A second call with this output would write the same blocks.
     with hold(str(directory_of(output))):
         partial = PartialOutput(output, origin_of(opened, settings, calibration))
@@ -110,6 +109,7 @@ def compress_weights(
             partial,
             output,
             tokenizer,
+            (kind, plain),
             lambda folder: plot_scores(found, folder / PICTURE),
         )
         partial.remove()
@@ -199,6 +199,18 @@ def _row_problems(config: Config, settings: Compress) -> Iterator[Problem]:
         if rows < number:
             problem = f"is more than the {rows} rows of the {split} data"
             yield Problem(f"compress.{name}", number, problem, f"use {rows} or fewer")
+
+
+def read_rows(
+    config: Config, settings: Compress
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Reads the batches to calibrate with, and held-out batches."""
+    numbers = settings.num_rows, settings.num_heldout_rows
+    calibration, heldout = (
+        read_batches(config, split, number)
+        for split, number in zip(("train", "validation"), numbers, strict=True)
+    )
+    return calibration, heldout
 
 
 def read_batches(config: Config, split: str, number: int) -> list[dict[str, Any]]:

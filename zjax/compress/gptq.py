@@ -39,8 +39,7 @@ def gptq(
         grid: Values that a weight may have.
         damp: Multiple of the mean diagonal that is added to the diagonal, above 0; ten
             times more, as often as needed, where the factorisation fails.
-        activation_order: Whether inputs are rounded in the order of their magnitudes,
-            largest first.
+        activation_order: Whether the largest inputs are rounded first.
 
     Returns:
         Matrix on the grid and scales, float32.

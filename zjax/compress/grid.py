@@ -15,7 +15,7 @@ class Grid(NamedTuple):
     weights: Weights
     """Type of the codes; not `compute`."""
     group_size: int
-    """Most inputs that share a scale; 0 is all of them."""
+    """Most inputs that share a scale; 0 is all inputs."""
     dtype: str = "float32"
     """Dtype to which scales are rounded, as files store them."""
 

@@ -15,7 +15,7 @@ from zjax.checkpoint.store import Store
 from zjax.checkpoint.sums import SUMS_FILE
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
-from zjax.models.nnx import nest
+from zjax.models.nnx import nest_named
 from zjax.models.stack import Decoder
 from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_key
@@ -51,12 +51,8 @@ class Opened:
 
     def read_outside(self) -> Any:
         """Reads the parameters outside of the blocks onto the device."""
-        flat = {
-            tuple(path.split("/")): self._read(tensor_name(path))
-            for path in self.shapes
-            if not path.startswith(f"{BLOCKS}/")
-        }
-        return nest(flat)
+        outside = [x for x in self.shapes if not x.startswith(f"{BLOCKS}/")]
+        return nest_named({x: self._read(tensor_name(x)) for x in outside})
 
     def read_block(self, segment: str, number: int) -> dict[str, jax.Array]:
         """Reads a block of a segment, by path in the block.

@@ -101,13 +101,15 @@ def write_output(
     partial: PartialOutput,
     output: str,
     tokenizer: tuple[CheckpointTokenizer, pathlib.Path | None],
+    form: tuple[str, str],
     draw: Callable[[pathlib.Path], None],
 ) -> int:
     """Writes config.json, tokenizer and safetensors; returns the bytes written.
 
-    The directory is renamed once complete, after `draw` has added pictures.
+    `form` is what `check_output` found. The directory is renamed once complete, after
+    `draw` has added pictures.
     """
-    kind, plain = check_output(opened, settings)
+    kind, plain = form
     model = opened.config.model
     source, scales = _weights(opened, partial), _scales(opened, partial)
     tensors = cast(_tensors(opened, kind, source), opened.dtype)
@@ -138,7 +140,7 @@ def _weights(opened: Opened, partial: PartialOutput) -> Source:
 def _scales(opened: Opened, partial: PartialOutput) -> Source:
     """Returns the scale of each weight, with the names and shapes of all weights.
 
-    Arrays that no rule rounds have ones, which nothing reads.
+    Arrays that no rule rounds have scales of 1, which are never read.
     """
     found, unread = _blocks(opened, partial, 1), _unread(opened)
     entries = {name: Entry(x.shape, "float32") for name, x in unread.entries.items()}

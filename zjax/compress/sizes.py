@@ -43,7 +43,7 @@ def sizes_of(
         settings: Rules of compression; None for plain weights.
 
     Returns:
-        Bytes with codes packed to their bits, and scales.
+        Bytes of all weights, with packed codes and scales where a rule rounds.
     """
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     total = float(sum(width * math.prod(x.shape) for x in shapes.values()))

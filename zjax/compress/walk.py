@@ -25,7 +25,7 @@ from zjax.compress.scores import Score, Scorer
 from zjax.compress.statistics import Statistics, add_tokens, empty
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.block import segments_of
-from zjax.models.nnx import nest
+from zjax.models.nnx import nest_named
 from zjax.models.recording import (
     Recorder,
     recording_stack,
@@ -33,6 +33,7 @@ from zjax.models.recording import (
 )
 from zjax.models.stack import make_stack
 from zjax.settings.compress import Compress, Method, Nearest
+from zjax.weights.importance import real_tokens
 
 Batch = Mapping[str, np.ndarray]
 BEFORE, NEAREST, AFTER = "before", "rounded to nearest", "after"
@@ -173,7 +174,7 @@ class Walk:
         def make() -> Any:
             @jax.jit
             def run(params: Arrays, carry: Any, context: Any) -> Any:
-                return block(_nested(params), carry, context, None)[0]
+                return block(nest_named(params), carry, context, None)[0]
 
             return run
 
@@ -211,7 +212,7 @@ class Walk:
         prefix = f"{place.name}/" if place.name else ""
 
         def trace(params: Arrays, carry: Any, context: Any) -> Any:
-            block(_nested(params), carry, context, None)
+            block(nest_named(params), carry, context, None)
             inputs, experts = recorder.take()
             names = _share(inputs, prefix)
             self._leaders = names
@@ -237,7 +238,7 @@ class Walk:
         with dtype_promotion():
             if not memo:
                 shapes, _ = jax.eval_shape(trace, params, rows[0], contexts[0])
-                mask = _mask(self._calibration[0])
+                mask = real_tokens(self._calibration[0])
                 memo["sizes"] = {
                     path: x.size // mask.size for path, x in shapes.items()
                 }
@@ -247,7 +248,7 @@ class Walk:
             for carry, context, batch in zip(
                 rows, contexts, self._calibration, strict=True
             ):
-                mask = _mask(batch)
+                mask = real_tokens(batch)
                 found, experts = run(params, carry, context, found, mask)
                 for path, (tokens, chosen) in experts.items():
                     routed[path].append(_routed(tokens, chosen, mask))
@@ -299,11 +300,6 @@ class Walk:
         return scores
 
 
-def _nested(params: Arrays) -> Any:
-    """Nests the parameters of a block by path."""
-    return nest({tuple(path.split("/")): x for path, x in params.items()})
-
-
 def _share(inputs: Mapping[str, Any], prefix: str) -> dict[str, str]:
     """Returns, for each layer, the first layer with equal inputs."""
     first: dict[int, str] = {}
@@ -316,13 +312,6 @@ def _share(inputs: Mapping[str, Any], prefix: str) -> dict[str, str]:
 def _tokens(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the inputs of a layer as a row per token."""
     return x.reshape(mask.size, -1)
-
-
-def _mask(batch: Batch) -> jax.Array:
-    """Returns bool[B, L], the tokens that are no padding."""
-    if "segment_ids" in batch:
-        return jnp.asarray(batch["segment_ids"]) > 0
-    return jnp.ones(batch["tokens"].shape, bool)
 
 
 def _routed(tokens: Any, chosen: Any, mask: Any) -> Routed:

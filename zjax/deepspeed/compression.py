@@ -1,4 +1,4 @@
-"""Sections of `compression_training`: rounding by rules, and what is refused."""
+"""Sections of `compression_training`: rules of rounding, and refusals by name."""
 
 from typing import Any
 

@@ -68,7 +68,7 @@ def _critic(config: schema.Config) -> ModelBytes:
 def held_beside(config: schema.Config, num_devices: int) -> MemoryBytes:
     """Counts the bytes that models beside a policy hold between steps.
 
-    Arguments are those of `weigh_run`.
+    Takes the arguments of `weigh_run`.
     """
     return add_held(weigh_run(config, num_devices)[1:])
 

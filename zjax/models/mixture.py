@@ -188,7 +188,7 @@ class MixtureOfExperts(nnx.Module):
         self.defers = False
         """Whether the experts run when they are added to the stream."""
         self.on_input: Callable[[Any], RecordExperts] | None = None
-        """Function of the tokens that returns what is told the experts of each."""
+        """Function of the tokens that returns a function to tell of the experts."""
 
     def stream(self, *, fuses: bool) -> None:
         """Prepares abstract experts for few tokens of a decoder that writes text.

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -265,6 +265,16 @@ def nest(flat: Flat) -> dict[str, Any]:
             node = node.setdefault(str(name), {})
         node[str(path[-1])] = value
     return tree
+
+
+def nest_named(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Nests values by names whose parts are separated by slashes.
+
+    Example:
+        >>> nest_named({"mlp/up": 1, "mlp/down": 2})
+        {'mlp': {'up': 1, 'down': 2}}
+    """
+    return nest({tuple(name.split("/")): value for name, value in named.items()})
 
 
 def at_path(tree: Any, path: tuple[Any, ...]) -> Any:

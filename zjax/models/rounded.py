@@ -57,7 +57,7 @@ def linear_layers(module: nnx.Module) -> dict[str, Any]:
 
 
 def rounded_layers(module: nnx.Module) -> dict[str, Any]:
-    """Returns the layers of a module that round their matrices, by path."""
+    """Returns the layers with rounded matrices of a module, by path."""
     return {
         "/".join(map(str, parts)): layer
         for parts, layer in [*nnx.iter_modules(module)]
@@ -129,8 +129,8 @@ def round_params(model: Model, settings: Quantize) -> Model:
         settings: Rules without activations.
 
     Returns:
-        Model with equal parameters, whose loss and modules read rounded ones. It has no
-        stack of blocks, so that pipelines and offloaded blocks refuse it.
+        Model with equal parameters, whose loss and modules read rounded parameters.
+        Without a stack of blocks: pipelines and offloaded blocks refuse the model.
 
     Raises:
         ConfigError: A rule matches no matrix, or rounds activations.
@@ -227,7 +227,7 @@ def _layer_of(path: str) -> str:
 
 
 def _num_stacked(model: Model, params: Params) -> dict[str, int]:
-    """Returns the matrices of a model by layer, with their dims of a stack."""
+    """Returns the number of stacked dims of each matrix of a model, by layer."""
     params = meta.unbox(params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     names = model.logical(params)

@@ -60,7 +60,7 @@ def scales_of(
     Args:
         x: Matrix, inputs first.
         weights: Type of the codes; not `compute`.
-        most: Most inputs that share a scale, at least 0; 0 is all of them.
+        most: Most inputs that share a scale, at least 0; 0 is all inputs.
 
     Returns:
         Largest magnitude of each group over the last code, in the dtype of `x`; mxfp4
@@ -102,7 +102,7 @@ def quantize(
     Args:
         x: Matrix, inputs first.
         weights: Type of the codes; not `compute`.
-        group_size: Most inputs that share a scale, at least 0; 0 is all of them.
+        group_size: Most inputs that share a scale, at least 0; 0 is all inputs.
 
     Returns:
         Codes of `codes_of` and scales of `scales_of`; codes are the nearest for the
@@ -150,7 +150,7 @@ def rounded(
     Args:
         x: Matrix, inputs first.
         weights: Type of the codes; `compute` returns `x`.
-        group_size: Most inputs that share a scale, at least 0; 0 is all of them.
+        group_size: Most inputs that share a scale, at least 0; 0 is all inputs.
         dtype: Dtype of the products; None for the dtype of `x`.
 
     Returns:

@@ -18,7 +18,7 @@ import numpy as np
 
 from zjax.models.activations import measured_block
 from zjax.models.block import Activations
-from zjax.models.nnx import nest
+from zjax.models.nnx import nest_named
 from zjax.typing import Batch, Model, Params
 from zjax.weights.files import tensor_name
 from zjax.weights.pruning import Importance
@@ -45,11 +45,11 @@ def measure(
     shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
     names = {x: tensor_name(x) for x in name_leaves(shapes)}
     outside = [x for x in names if not x.startswith(_BLOCKS)]
-    params = _nested({x: source.read_all(names[x]).astype(dtype) for x in outside})
+    params = nest_named({x: source.read_all(names[x]).astype(dtype) for x in outside})
     embed = jax.jit(functools.partial(model.stack.embed, key=None))
     streams = [embed(params, batch) for batch in batches]
     run = jax.jit(functools.partial(_sums_of_block, measured_block(model)))
-    masks = [_mask(batch) for batch in batches]
+    masks = [real_tokens(batch) for batch in batches]
     sums = []
     for number in range(model.stack.segments[0].num_blocks):
         block = _layer(source, names, number, dtype)
@@ -72,16 +72,11 @@ def _layer(source: Source, names: Mapping[str, str], number: int, dtype: Any) ->
             others = (slice(0, x) for x in source.entries[name].shape[1:])
             values = source.read(name, (slice(number, number + 1), *others))
             found[path.removeprefix(_BLOCKS)] = values[0].astype(dtype)
-    return _nested(found)
+    return nest_named(found)
 
 
-def _nested(named: Mapping[str, Any]) -> Params:
-    """Makes a tree of dicts from arrays by path."""
-    return nest({tuple(path.split("/")): x for path, x in named.items()})
-
-
-def _mask(batch: Batch) -> jax.Array:
-    """Whether a token is none of padding, bool[B, L]."""
+def real_tokens(batch: Batch) -> jax.Array:
+    """Marks the tokens that are no padding, bool[B, L]."""
     ids = batch.get("segment_ids")
     if ids is None:
         return jnp.ones(batch["tokens"].shape, bool)

@@ -7,7 +7,7 @@ import pytest
 from contests.contest import load_contest
 
 import zjax
-from tests.support.benchmarks import FOLDER, load
+from tests.support.benchmarks import FOLDER, TINY, load
 from zjax.compress.walk import AFTER, BEFORE, NEAREST
 
 
@@ -57,15 +57,7 @@ def test_a_tiny_run_has_a_share(monkeypatch, tmp_path, capsys):
         [
             f"--directory={tmp_path}",
             f"--text={tmp_path / 'text'}",
-            "num_steps=3",
-            "global_batch_size=8",
-            "model.num_layers=1",
-            "model.embed_size=32",
-            "model.num_heads=2",
-            "model.max_length=32",
-            "data.length=32",
-            "evaluation.num_batches=1",
-            "optimizer.schedule.num_warmup_steps=0",
+            *TINY,
         ]
     )
     line = capsys.readouterr().out.splitlines()[-1]

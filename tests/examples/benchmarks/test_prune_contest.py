@@ -7,11 +7,11 @@ import pytest
 from contests.contest import load_contest
 
 import zjax
-from tests.examples.benchmarks.test_qat_contest import TINY, result_of
-from tests.support.benchmarks import FOLDER, load
+from tests.examples.benchmarks.test_qat_contest import result_of
+from tests.support.benchmarks import FOLDER, TINY, load
 from zjax.config import check_config
 
-SMALL = (*TINY[:-1], "model.num_layers=2")
+SMALL = *TINY, "optimizer.peak_learning_rate=0.01", "model.num_layers=2"
 
 
 @pytest.fixture

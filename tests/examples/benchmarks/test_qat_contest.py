@@ -9,23 +9,10 @@ import pytest
 from contests.contest import load_contest
 
 import zjax
-from tests.support.benchmarks import FOLDER, load
+from tests.support.benchmarks import FOLDER, TINY, load
 from zjax.config import check_config
 
-TINY = (
-    "num_steps=3",
-    "global_batch_size=8",
-    "model.num_layers=1",
-    "model.embed_size=32",
-    "model.num_heads=2",
-    "model.max_length=32",
-    "data.length=32",
-    "evaluation.num_batches=1",
-    "optimizer.peak_learning_rate=0.01",
-    "optimizer.schedule.num_warmup_steps=0",
-    "lora.rank=2",
-)
-"""Two devices of a CPU take seconds for these."""
+SMALL = *TINY, "optimizer.peak_learning_rate=0.01", "lora.rank=2"
 
 
 @pytest.fixture
@@ -90,7 +77,7 @@ def test_a_tiny_run_has_shares_and_resumes(program, tmp_path, capsys, monkeypatc
         f"--start={tmp_path / 'start'}",
         f"--text={tmp_path / 'text'}",
         "--seeds=0",
-        *TINY[:-1],
+        *SMALL[:-1],
     ]
     monkeypatch.setitem(program.HOW, "lora", program.LORA | {"lora": {"rank": 2}})
     program.main(words)
