@@ -17,7 +17,8 @@ def largest_scales(groups: np.ndarray, last: float, dtype: str) -> np.ndarray:
     Scales are float32 numbers that `dtype` holds, so that codes fit the stored scales.
 
     Example:
-        >>> largest_scales(np.array([[3.0, -14.0], [0.0, 0.0]]), 7.0, "float16").tolist()
+        >>> groups = np.array([[3.0, -14.0], [0.0, 0.0]])
+        >>> largest_scales(groups, 7.0, "float16").tolist()
         [2.0, 6.103515625e-05]
     """
     stored = jnp.finfo(jnp.dtype(dtype))
