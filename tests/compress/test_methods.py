@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from zjax.compress.awq import NUM_EXPONENTS, awq_factors
+from zjax.compress.folding import Fold, divide_outputs
 from zjax.compress.gptq import gptq
 from zjax.compress.grid import Grid, round_to_nearest
 from zjax.compress.smoothquant import smoothquant_factors
@@ -190,3 +191,27 @@ def test_smoothquant_halves_outliers_between_activations_and_weights():
     )
     dead = smoothquant_factors(kernel, jnp.zeros(32))
     np.testing.assert_array_equal(dead, np.ones(32))
+
+
+@pytest.mark.parametrize("zero_centered", [True, False])
+def test_factors_lose_nothing_in_a_norm_of_sixteen_bits(zero_centered):
+    """Fails if consumers are multiplied by other factors than the norm divides by."""
+    rng = np.random.default_rng(0)
+    offset = float(zero_centered)
+    before = np.append(rng.lognormal(0, 0.5, 200) * rng.choice([-1, 1], 200), 0.0)
+    params = {"n/scale": jnp.asarray(before - offset, jnp.bfloat16)}
+    before = np.float32(params["n/scale"]) + offset
+    factors = np.float32(np.geomspace(0.02, 1e4, 201))
+    fold = Fold("n", ("up",), is_norm=True, zero_centered=zero_centered)
+    changed, by = divide_outputs(params, fold, jnp.asarray(factors), "bfloat16")
+    stored = np.asarray(changed["n/scale"])
+    np.testing.assert_array_equal(stored, np.float32(jnp.bfloat16(stored)))
+    # What a consumer reads, in units of the scale before.
+    np.testing.assert_allclose((stored + offset) * by, before, rtol=1e-6)
+    assert (np.asarray(by) > 0).all() and np.isfinite(by).all()
+    usual = np.abs(before) / factors > 0.1
+    np.testing.assert_allclose(np.asarray(by)[usual], factors[usual], rtol=0.04)
+    # The factors themselves would change outputs of the norm by more than 1 %.
+    lost = np.float32(jnp.bfloat16(before / factors - offset)) + offset
+    error = np.abs(lost * factors - before).max() / np.abs(before).max()
+    assert (error > 0.01) == zero_centered

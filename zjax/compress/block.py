@@ -117,7 +117,7 @@ def _fold(
         factors = awq_factors(joined, shared, grid)
     else:
         factors = smoothquant_factors(joined, found.largest, method.strength)
-    params = divide_outputs(params, fold, factors)
+    params, factors = divide_outputs(params, fold, factors, grid.dtype)
     changed = divided(found, factors)
     for layer in consumers:
         scaled = matrix_of(params, layer) * factors[:, None]

@@ -84,33 +84,59 @@ def _of_norm(path: str, norm: Norm, consumers: tuple[str, ...]) -> Fold:
     return Fold(path, consumers, is_norm=True, zero_centered=norm.zero_centered)
 
 
-def divide_outputs(params: Arrays, fold: Fold, factors: Float[Array, " K"]) -> Arrays:
+def divide_outputs(
+    params: Arrays, fold: Fold, factors: Float[Array, " K"], dtype: str
+) -> tuple[Arrays, Float[Array, " K"]]:
     """Divides the outputs of a producer by the factors of the inputs.
+
+    The scale of a norm is rounded to the dtype of the files, and the factors follow:
+    consumers that are multiplied by the returned factors lose nothing, where a stored
+    scale - 1 near -1 has few bits of the scale.
 
     Args:
         params: Parameters of a block.
         fold: Producer to change.
         factors: Positive factors of the inputs of the consumers, equal for inputs that
             come from one output.
+        dtype: Dtype of the norms in the files.
 
     Returns:
-        Changed parameters.
+        Changed parameters, float32, and the factors by which the outputs are divided.
+
+    Example:
+        >>> fold = Fold("norm", ("up",), is_norm=True, zero_centered=True)
+        >>> params = {"norm/scale": jnp.array([0.0])}
+        >>> params, by = divide_outputs(params, fold, jnp.array([60.0]), "bfloat16")
+        >>> params["norm/scale"].tolist(), by.tolist()
+        ([-0.984375], [64.0])
     """
-    queries, values = fold.heads
-    factors = factors.reshape(values, queries // values, -1)[:, 0].reshape(-1)
-    names = ("scale", "bias") if fold.is_norm else ("kernel", "bias")
     changed = dict(params)
-    for name in names:
+    if fold.is_norm:
+        path = f"{fold.producer}/scale"
+        changed[path], factors = _divided_scale(params[path], fold, factors, dtype)
+    queries, values = fold.heads
+    outputs = factors.reshape(values, queries // values, -1)[:, 0].reshape(-1)
+    for name in ("bias",) if fold.is_norm else ("kernel", "bias"):
         path = f"{fold.producer}/{name}"
-        if path not in params:
-            continue
-        x = params[path].astype(jnp.float32)
-        if fold.zero_centered and name == "scale":
-            x = (1 + x.reshape(-1)) / factors - 1
-        else:
-            x = x.reshape(-1, factors.size) / factors[None]
-        changed[path] = x.reshape(params[path].shape)
-    return changed
+        if path in params:
+            x = params[path].astype(jnp.float32).reshape(-1, outputs.size)
+            changed[path] = (x / outputs[None]).reshape(params[path].shape)
+    return changed, factors
+
+
+def _divided_scale(
+    scale: Float[Array, "..."], fold: Fold, factors: Float[Array, " K"], dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """Divides the scale of a norm; returns the stored scale and the true factors."""
+    limits, offset = jnp.finfo(dtype), float(fold.zero_centered)
+    before = offset + scale.astype(jnp.float32).reshape(-1)
+    # A scale that rounds to 0 would lose the input.
+    least = limits.eps if fold.zero_centered else limits.tiny
+    size = jnp.clip(jnp.abs(before) / factors, float(least), float(limits.max))
+    wanted = jnp.where(before == 0, 0.0, jnp.sign(before) * size)
+    stored = (wanted - offset).astype(dtype).astype(jnp.float32)
+    divided = jnp.where(before == 0, factors, before / (offset + stored))
+    return stored.reshape(scale.shape), divided
 
 
 def divided(found: Statistics, factors: Float[Array, " K"]) -> Statistics:
