@@ -33,9 +33,6 @@ SHAPES = {
     "tiny_moe": Mixture(2, 64, 32, 4, 2, 16, 512, 8, 2, 0, 0),
 }
 """Qwen2.5-1.5B without biases, a small mixture of experts, and two for a CPU."""
-TEMPERATURE = 0.25
-"""Of both sides: logits of random weights are small, and a token is else one of 90,000
-about equal ones; so it is one of 1,500, as of a trained model."""
 LEARNING_RATE = 1e-6
 _START = time.perf_counter()
 
@@ -51,6 +48,9 @@ class Workload:
         num_new: Most tokens of a text; only the end id, which random weights seldom
             draw, ends a text earlier.
         microbatch_size: Texts of a microbatch of the update.
+        temperature: What logits are divided by. Those of random weights are small: at 1
+            a token is one of 90,000 about equal ones, at 0.25 one of 1,500, as of a
+            trained model.
     """
 
     num_prompts: int = 64
@@ -58,6 +58,7 @@ class Workload:
     num_given: int = 128
     num_new: int = 512
     microbatch_size: int = 32
+    temperature: float = 0.25
 
     @property
     def num_texts(self) -> int:
@@ -87,7 +88,8 @@ def make_parser(shape: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--shape", choices=SHAPES, default=shape)
     for field in dataclasses.fields(Workload):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+        default = field.default
+        parser.add_argument(f"--{field.name}", type=type(default), default=default)
     parser.add_argument("--num_warm_ups", type=int, default=1)
     parser.add_argument("--num_steps", type=int, default=2)
     return parser

@@ -67,7 +67,7 @@ def with_texts(config, given):
         "rl.rollout.num_prompts": workload.num_prompts,
         "rl.rollout.num_samples": workload.num_samples,
         "rl.rollout.max_new_tokens": workload.num_new,
-        "rl.rollout.temperature": cases.TEMPERATURE,
+        "rl.rollout.temperature": workload.temperature,
         "rl.rewards": [{"function": "rl_cases:reward"}],
     }
     return zjax.load_config(config, changes)
@@ -117,7 +117,8 @@ class Steps:
 
 def compare(trainer, batch):
     """Metrics of the difference between sampler and trainer, before an update."""
-    own = logprobs_of(trainer.run, trainer.state, batch, temperature=cases.TEMPERATURE)
+    temperature = trainer.config.rl.rollout.temperature
+    own = logprobs_of(trainer.run, trainer.state, batch, temperature=temperature)
     mask = batch["targets"] != IGNORED
     kl = np.asarray(kl_k3(batch["rl"]["logprobs"], own, mask), np.float64)
     mask = np.asarray(mask)

@@ -128,7 +128,7 @@ def make_arguments(workload, given, directory):
         gradient_accumulation_steps=workload.num_texts // workload.microbatch_size,
         num_generations=workload.num_samples,
         max_completion_length=workload.num_new,
-        temperature=cases.TEMPERATURE,
+        temperature=workload.temperature,
         use_transformers_continuous_batching=True,
         transformers_continuous_batching_config=batching(given.max_requests),
         loss_type="grpo",

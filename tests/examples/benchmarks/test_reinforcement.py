@@ -29,7 +29,12 @@ def printed(module, monkeypatch, capfd, *flags):
     return json.loads(capfd.readouterr().out.rpartition("RESULT ")[2])
 
 
-GRPO = "zjax GRPO", "zjax GRPO in exact mode", "zjax GRPO of 16 prompts"
+GRPO = (
+    "zjax GRPO",
+    "zjax GRPO at temperature 1",
+    "zjax GRPO in exact mode",
+    "zjax GRPO of 16 prompts",
+)
 """Contestants that the program runs as it is."""
 
 
@@ -50,6 +55,7 @@ def test_steps_are_timed_and_tokens_compared(monkeypatch, capfd):
 
     def watch(trainer, batch):
         assert isinstance(trainer, Trainer)
+        assert trainer.config.rl.rollout.temperature == 0.5
         before = trainer.state
         seen.append({k: np.asarray(x) for k, x in batch["rl"].items()})
         found = compare(trainer, batch)
@@ -57,7 +63,7 @@ def test_steps_are_timed_and_tokens_compared(monkeypatch, capfd):
         return found
 
     monkeypatch.setattr(module, "compare", watch)
-    flags = "--shape=tiny", "--num_warm_ups=1", "--num_steps=1"
+    flags = "--shape=tiny", "--num_warm_ups=1", "--num_steps=1", "--temperature=0.5"
     found = printed(module, monkeypatch, capfd, *flags)
     wanted = {*metrics_of(*GRPO)}
     assert wanted == {
