@@ -226,6 +226,7 @@ UNPUBLISHED = {
     "layer_reduction",
     "moe_layer_vs_sonic",
     "qat_recovery",
+    "rl_gap_plain",
     "rl_learns",
     "tensor_6p7b",
     "three_d",
