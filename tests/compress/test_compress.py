@@ -21,6 +21,8 @@ from zjax.cli.compressing import compress, read_recipe, run_settings
 from zjax.cli.planning import plan
 from zjax.compress import compress as compressing
 from zjax.compress.compress import compress_weights, read_batches
+from zjax.compress.files import layout_of
+from zjax.compress.notes import describe_layers
 from zjax.compress.opened import open_huggingface
 from zjax.compress.partial import CONTENTS, PartialOutput, directory_of
 from zjax.compress.parts import places_of
@@ -35,7 +37,7 @@ from zjax.models.recording import Recorder, recording_stack
 from zjax.models.stack import make_stack
 from zjax.settings.compress import RECIPES
 from zjax.stack.forward import run_stack
-from zjax.weights.files import open_files
+from zjax.weights.files import num_bytes, open_files
 
 DATA = {
     "data": {"source": "synthetic", "length": 16},
@@ -135,15 +137,65 @@ def test_the_table_fits_a_terminal_and_names_all_weights(compressed):
     assert done.num_bytes > after
 
 
-def test_the_bytes_of_codes_are_those_of_the_files(compressed):
+def data_bytes(output):
+    """Bytes of the tensors of a directory, from the headers of the files."""
+    size = 0
+    for path in output.glob("*.safetensors"):
+        with path.open("rb") as file:
+            size += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+    return size
+
+
+def test_the_table_has_the_bytes_of_the_files(compressed):
     _, output, done, _ = compressed
-    stored = sum(
-        np.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
-        for name, entry in open_files("", output).entries.items()
-        if not name.endswith("_shape")
-    )
-    # Rows of 24 inputs or less end in words that are not full.
-    assert done.found[AFTER].sizes.total == pytest.approx(stored, rel=0.02)
+    assert done.found[AFTER].sizes.total == data_bytes(output)
+    assert done.found[BEFORE].sizes.total == data_bytes(FOLDER / "llama")
+
+
+def test_layers_that_go_out_as_numbers_count_as_numbers_and_are_named(tmp_path):
+    """Fails if codes that no file holds are counted, or a rule is dropped silently."""
+    rule = {"pattern": "blocks(?!/mlp/up)", "activations": "int8", "group_size": 16}
+    rules = [rule | {"weights": "int8"}]
+    opened = open_family("llama", "nearest", rules=rules, num_heldout_rows=1)
+    output, told = tmp_path / "out", []
+    tokenizer = tokenizer_of("llama")
+    done = compress_weights(opened, str(output), tokenizer, report=told.append)
+    assert told == []
+    assert done.found[AFTER].sizes.total == data_bytes(output)
+    entries = open_files("", output).entries
+    names = {x.split("layers.0.")[1] for x in entries if "layers.0." in x}
+    kinds = {x.removesuffix("_scale") for x in names if x.endswith("_scale")}
+    assert kinds == {
+        *(f"self_attn.{x}_proj.weight" for x in "qkv"),
+        "mlp.gate_proj.weight",
+    }
+    assert "mlp.up_proj.weight" in names and "mlp.down_proj.weight" in names
+    assert done.text.splitlines()[-4:] == [
+        "float32 in the files, as groups of 16 do not divide the inputs:",
+        "  blocks/attention/out, blocks/mlp/down",
+        "inputs are not rounded, in the files or the losses: blocks/attention/out,",
+        "  blocks/mlp/down",
+    ]
+
+
+def test_losses_without_codes_are_those_of_the_files(tmp_path):
+    """Fails if the table rounds activations that no reader of the files rounds."""
+    rules = [{"weights": "int3", "group_size": 8, "activations": "int8"}]
+    opened = open_family("llama", "nearest", rules=rules)
+    output, told = tmp_path / "out", []
+    tokenizer = tokenizer_of("llama")
+    done = compress_weights(opened, str(output), tokenizer, report=told.append)
+    assert told == [
+        "weights go out in float32, on the grid of codes: compressed-tensors has no "
+        "such codes for all rules"
+    ]
+    assert "inputs are not rounded, in the files or the losses: " in done.text
+    assert done.found[AFTER].sizes.total == data_bytes(output)
+    start = settings_of_weights(str(output)) | WITHOUT_MOMENTS
+    settings = {"method": "nearest", "num_heldout_rows": 8}
+    again = open_huggingface(load_config({}, start, DATA, {"compress": settings}))
+    found = walk_of(again)[0].run(PartialOutput(str(tmp_path / "b"), {})).scores
+    assert found[BEFORE].loss == pytest.approx(done.found[AFTER].score.loss, rel=1e-6)
 
 
 def test_gptq_changes_hidden_states_less_than_rounding_to_nearest(tmp_path):
@@ -521,12 +573,55 @@ def test_the_plan_has_a_line_for_each_recipe(capsys):
     assert max(map(len, lines)) <= 80
 
 
-def test_sizes_are_those_of_the_codes():
-    opened = open_family("llama", weights="int4")
+def layout_of_family(family, **settings):
+    opened = open_family(family, "nearest", **settings)
     given = opened.config, opened.decoder, opened.shapes
-    plain, small = sizes_of(*given, None), sizes_of(*given, opened.config.compress)
-    kernels = [x for path, x in opened.shapes.items() if path.endswith("/kernel")]
-    kernels = [x for x in kernels if x.ndim > 2]
-    count = sum(x.size for x in kernels)
-    # 4 of 32 bits, and a scale of 32 bits for 8 weights.
-    assert plain.total - small.total == pytest.approx(count * (4 - 0.5 - 0.5))
+    return opened, layout_of(*given, opened.config.compress)
+
+
+def test_a_token_reads_the_experts_that_it_chooses():
+    """Fails if a mixture is timed as a dense model of all experts."""
+    opened, layout = layout_of_family("mixtral", rules=[{"group_size": 4}])
+    sizes = sizes_of(opened.config.model, layout)
+    nbytes = {name: num_bytes(x) for name, x in layout.entries.items()}
+    experts = sum(size for name, size in nbytes.items() if ".experts." in name)
+    table = nbytes["model.embed_tokens.weight"]
+    # Two of four experts.
+    assert sizes.read == sum(nbytes.values()) - table - experts / 2
+
+
+READ = "attention/query attention/key attention/value"
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "names"),
+    [
+        (
+            "olmo2",
+            "awq",
+            "attention/query attention/key attention/value mlp/gate mlp/up",
+        ),
+        ("mixtral", "awq", "mlp/experts/up"),
+        ("mixtral", "smoothquant", "attention/out mlp/experts/up mlp/experts/down"),
+    ],
+)
+def test_layers_without_factors_are_named(family, method, names):
+    """Fails if a matrix is rounded to nearest although the method says otherwise."""
+    opened = open_family(family, method)
+    settings = opened.config.compress
+    layout = layout_of(opened.config, opened.decoder, opened.shapes, settings)
+    *_, line = describe_layers(opened, settings, layout)
+    text, _, found = line.replace("\n ", "").partition(": ")
+    assert text == f"without factors of {method}, rounded to nearest"
+    assert {*found.split(", ")} == {f"blocks/{name}" for name in names.split()}
+
+
+def test_a_tensor_of_several_layers_is_plain_if_a_rule_leaves_one():
+    """Fails if a matrix that no rule rounds becomes codes."""
+    pattern = "attention/(?!key)|mlp/(gate|up)"
+    _, layout = layout_of_family("phi3", rules=[{"pattern": pattern, "group_size": 8}])
+    ended = {name.split(".")[-2] for name in layout.entries if "_packed" in name}
+    assert ended == {"o_proj", "gate_up_proj"}
+    assert layout.coded == {"blocks/attention/out", "blocks/mlp/gate", "blocks/mlp/up"}
+    shared = "blocks/attention/query", "blocks/attention/value"
+    assert layout.uncoded == dict.fromkeys(shared, "layers share a tensor with others")

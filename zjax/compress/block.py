@@ -35,7 +35,7 @@ class BlockLayers:
     Args:
         layers: Matrices with a rule.
         grids: Grid by path of the layer.
-        folds: What can take up factors of inputs.
+        folds: What takes up factors of inputs.
     """
 
     layers: Sequence[Layer]
@@ -104,14 +104,9 @@ def _fold(
 ) -> tuple[Arrays, dict[str, Statistics]]:
     """Moves factors of inputs from the consumers of a fold into the producer."""
     by_path = {layer.path: layer for layer in block.layers}
-    grids = {block.grids.get(path) for path in fold.consumers}
-    # Factors need one grid, and matrices of which all are rounded.
-    if None in grids or len(grids) > 1:
-        return params, statistics
     consumers = [by_path[path] for path in fold.consumers]
     joined = jnp.concatenate([matrix_of(params, x) for x in consumers], axis=1)
-    found, (grid,) = statistics[consumers[0].path], grids
-    assert grid is not None
+    found, grid = statistics[consumers[0].path], block.grids[consumers[0].path]
     if isinstance(method, Awq):
         shared = found._replace(mean=fold.shared(found.mean))
         factors = awq_factors(joined, shared, grid)

@@ -9,29 +9,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zjax.checkpoint.tokenizer import CheckpointTokenizer
+from zjax.compress.files import layout_of
+from zjax.compress.notes import describe_layers
 from zjax.compress.opened import Opened
-from zjax.compress.output import check_output, write_output
+from zjax.compress.output import write_output
 from zjax.compress.partial import (
     CONTENTS,
     PartialOutput,
     directory_of,
     foreign_problems,
 )
-from zjax.compress.parts import places_of, rule_of
+from zjax.compress.parts import layers_of, rule_of
 from zjax.compress.report import Compared, describe_scores, plot_scores
-from zjax.compress.scores import Score
 from zjax.compress.sizes import find_memory, sizes_of
 from zjax.compress.walk import BEFORE, Walk
 from zjax.config.check import rounding_rule_problems
 from zjax.data.draws import permute_rows
 from zjax.data.source import open_rows
 from zjax.errors import ConfigError, Problem, check_installed
-from zjax.models.block import segments_of
-from zjax.models.recording import layers_in
 from zjax.processes import hold
 from zjax.settings.compress import Compress, Smoothquant
 from zjax.settings.schema import Config
-from zjax.sharding.describe import format_bytes
 
 PICTURE = "size_and_loss.png"
 """Name of the picture in the output."""
@@ -86,9 +84,10 @@ def compress_weights(
         check_installed("qwix")
     if problems := [*problems_of(opened, settings, output)]:
         raise ConfigError(*problems)
-    kind, plain = check_output(opened, settings)
-    if plain:
-        report(f"weights go out in {opened.dtype}, on the grid of codes: {plain}")
+    given = opened.config, opened.decoder, opened.shapes
+    layout = layout_of(*given, settings)
+    if why := layout.why_plain:
+        report(f"weights go out in {opened.dtype}, on the grid of codes: {why}")
     calibration, heldout = read_rows(opened.config, settings)
     # A second call with this output would write the same blocks.
     with hold(str(directory_of(output))):
@@ -97,38 +96,30 @@ def compress_weights(
             report(f"begins anew: {partial.restarted}")
         elif partial.num_blocks:
             report(f"goes on after {partial.num_blocks} blocks of an earlier call")
-        walk = Walk(opened, settings, calibration, heldout)
+        walk = Walk(opened, settings, calibration, heldout, layout.coded)
         outcome = walk.run(partial, advance)
         # Before blocks are removed: a failure here must not cost them.
-        found = _compared(opened, settings, outcome.scores)
+        sizes = [
+            sizes_of(opened.config.model, x) for x in (layout_of(*given, None), layout)
+        ]
+        found = {
+            name: Compared(sizes[name != BEFORE], score)
+            for name, score in outcome.scores.items()
+        }
         num_tokens = sum(int((x["weights"] > 0).sum()) for x in heldout)
         table = describe_scores(found, memory, device, num_tokens)
         num_bytes = write_output(
             opened,
-            settings,
             partial,
             output,
             tokenizer,
-            (kind, plain),
+            layout,
             lambda folder: plot_scores(found, folder / PICTURE),
         )
         partial.remove()
-    lines = [table, *outcome.notes]
-    if plain:
-        size = format_bytes(num_bytes)
-        lines.append(f"the files take {size}: weights of {opened.dtype}, not codes")
-    return Compressed("\n".join(lines), found, num_bytes)
-
-
-def _compared(
-    opened: Opened, settings: Compress, scores: Mapping[str, Score]
-) -> dict[str, Compared]:
-    """Joins the sizes of weights to the scores, by name of the weights."""
-    given = opened.config, opened.decoder, opened.shapes
-    sizes = {True: sizes_of(*given, None), False: sizes_of(*given, settings)}
-    return {
-        name: Compared(sizes[name == BEFORE], score) for name, score in scores.items()
-    }
+    notes = describe_layers(opened, settings, layout)
+    text = "\n".join([table, *notes, *outcome.notes])
+    return Compressed(text, found, num_bytes)
 
 
 def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Problem]:
@@ -137,11 +128,7 @@ def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Pro
     if unusable:  # patterns that are no expressions cannot be searched
         yield from unusable
         return
-    paths = {
-        f"{place.prefix}{layer.path}": layer
-        for place in places_of(opened.decoder)
-        for layer in layers_in(segments_of(opened.decoder.blocks)[place.name])
-    }
+    paths = layers_of(opened.decoder)
     chosen = {path: rule_of(settings, path) for path in paths}
     used = {id(rule) for rule in chosen.values()}
     for number, rule in enumerate(settings.rules):

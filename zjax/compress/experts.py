@@ -41,6 +41,19 @@ class Mixture:
     activation: str
     grids: tuple[Grid | None, Grid | None]
 
+    def takes_factors(self, method: Method) -> bool:
+        """Whether the values before the last matrices take up factors of inputs."""
+        is_linear = self.activation == "swiglu" and self.grids[1] is not None
+        return isinstance(method, Awq) and is_linear
+
+    def without_factors(self, method: Method) -> list[str]:
+        """Lists the layers whose inputs nothing before can divide."""
+        both = zip((self.up.path, self.down.path), self.grids, strict=True)
+        rounded = [path for path, grid in both if grid is not None]
+        # What enters the first matrices also enters the router.
+        takes = self.takes_factors(method)
+        return [path for path in rounded if path != self.down.path or not takes]
+
 
 class Routed(NamedTuple):
     """Tokens of all calibration rows that enter a mixture."""
@@ -152,8 +165,7 @@ def _round_expert(
 ) -> _Expert:
     """Rounds the matrices of one expert."""
     (first, last), (up_grid, down_grid) = found, mixture.grids
-    folds = mixture.activation == "swiglu" and down_grid is not None
-    if isinstance(method, Awq) and last is not None and folds:
+    if mixture.takes_factors(method) and last is not None:
         assert down_grid is not None
         factors = awq_factors(expert.down, last, down_grid)
         # Values stand behind the gates, and enter the product with them unchanged.

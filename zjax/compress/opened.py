@@ -136,11 +136,11 @@ def open_source_of(
     config: Config, make: Callable[[dict[str, Entry]], Source], name: str
 ) -> Opened:
     """Opens the source that a function makes of the expected entries, layers apart."""
-    return _opened(config, Source({}, _unread), name, lambda _, wanted: make(wanted))
+    return _opened(config, Source({}, unread), name, lambda _, wanted: make(wanted))
 
 
-def _unread(name: str, index: Any) -> Any:
-    """Reads nothing."""
+def unread(name: str, index: Any) -> Any:
+    """Stands for the function that reads an array where names and shapes are enough."""
     raise AssertionError(name)
 
 
@@ -157,7 +157,7 @@ def _opened(
     decoder = model.bind(params, {})
     assert isinstance(decoder, Decoder)
     shapes = name_leaves(params)
-    expected = _layers_apart(shapes)
+    expected = layers_apart(shapes)
     found = layers.untiled(adapt(source, expected))
     found = layers.restacked(found, list(expected))
     check_same(expected, found.entries, name, cast=expected)
@@ -170,7 +170,7 @@ def calibrated(config: Config) -> Config:
     return dataclasses.replace(config, model=model, lora=None, quantize=None)
 
 
-def _layers_apart(shapes: dict[str, Any]) -> dict[str, Entry]:
+def layers_apart(shapes: dict[str, Any]) -> dict[str, Entry]:
     """Returns entries of parameters, a layer of a stack each."""
     expected = dict[str, Entry]()
     for path, leaf in shapes.items():

@@ -45,6 +45,17 @@ def places_of(decoder: Decoder) -> list[BlockPlace]:
     ]
 
 
+def layers_of(decoder: Decoder) -> dict[str, Layer]:
+    """Lists the matrices that rules may round, by path of the layer in the model."""
+    segments = segments_of(decoder.blocks)
+    names = {place.prefix: place.name for place in places_of(decoder)}
+    return {
+        f"{prefix}{layer.path}": layer
+        for prefix, name in names.items()
+        for layer in layers_in(segments[name])
+    }
+
+
 class BlockParts(NamedTuple):
     """What rules round in a block."""
 
@@ -77,7 +88,13 @@ def parts_of(
             grids[layer.path] = Grid(rule.weights, group_of(rule), dtype)
     linears = [x for x in every if x.path in grids and not x.has_experts]
     has_matrices = not isinstance(settings.method, Smoothquant)
-    folds = folds_in(block, has_matrices=has_matrices)
+    # Factors need one grid, and matrices of which all are rounded.
+    folds = [
+        fold
+        for fold in folds_in(block, has_matrices=has_matrices)
+        if len({grids.get(path) for path in fold.consumers} - {None}) == 1
+        and grids.keys() >= {*fold.consumers}
+    ]
     mixtures = _mixtures(every, grids, config.model.activation)
     return BlockParts(BlockLayers(linears, grids, folds), mixtures)
 

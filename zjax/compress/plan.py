@@ -2,6 +2,8 @@
 
 import jax
 
+from zjax.compress.files import layout_of
+from zjax.compress.opened import calibrated
 from zjax.compress.sizes import find_memory, milliseconds, sizes_of
 from zjax.config.load import load_config
 from zjax.errors import ConfigError, Problem
@@ -22,15 +24,17 @@ def report_recipes(config: Config, device: str = "") -> str:
         device: Name of the device that decodes; "" is the local device.
 
     Returns:
-        A table of the plain weights and of each recipe.
+        A table of the plain weights and of each recipe, and recipes without codes.
 
     Raises:
-        ConfigError: The device is unknown, or the model is no decoder.
+        ConfigError: The device is unknown, the model is no decoder, or no family of
+            Hugging Face computes the outputs.
     """
     memory, device = find_memory(device)
     if config.model.kind != "decoder":
         problem, remedy = "is not compressed", "give a decoder"
         raise ConfigError(Problem("model.kind", config.model.kind, problem, remedy))
+    config = calibrated(config)
     model = make_model(config)
     params, _ = jax.eval_shape(model.init, abstract_key())
     decoder = model.bind(params, {})
@@ -41,11 +45,14 @@ def report_recipes(config: Config, device: str = "") -> str:
         recipes[name] = load_config({}, {"compress": recipe}).compress
     if config.compress is not None:
         recipes["as configured"] = config.compress
-    rows = []
+    rows, notes = [], list[str]()
     for name, settings in recipes.items():
-        sizes = sizes_of(config, decoder, shapes, settings)
+        layout = layout_of(config, decoder, shapes, settings)
+        sizes = sizes_of(config.model, layout)
+        if layout.why_plain:
+            notes.append(f"{name}: plain weights: {layout.why_plain}")
         time = f"{milliseconds(sizes, memory):.3g}"
         rows.append((name, format_bytes(sizes.total), time))
     table = render_table(("weights", "size", "ms a token"), rows, right=(1, 2))
     note = f"one text on {device}, as fast as its memory delivers weights"
-    return f"{table}\n{note}"
+    return "\n".join([table, note, *notes])

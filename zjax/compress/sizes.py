@@ -1,82 +1,66 @@
 """Bytes of compressed weights, and the time of a read from memory."""
 
-import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from zjax.compress.parts import parts_of, places_of
+from zjax.compress.files import FileLayout
 from zjax.estimate.device_memory import DeviceMemory, known_memory, named_memory
 from zjax.estimate.link_speed import ASSUMED_DEVICE
-from zjax.models.block import segments_of
-from zjax.models.recording import layers_in
-from zjax.models.stack import Decoder
-from zjax.settings.compress import Compress
-from zjax.settings.schema import Config
+from zjax.settings.schema import Model, TokenChoice
+from zjax.weights.families import FAMILIES
+from zjax.weights.files import num_bytes
+from zjax.weights.tensors import Layout, layouts_of
 
-_BITS = {"int8": 8, "int4": 4, "int3": 3, "nf4": 4, "float8": 8, "mxfp4": 4}
-"""Bits of a code."""
+_EXPERTS = ".experts."
+"""Part of the names of arrays with a matrix or a bias of each expert."""
 
 
 class Sizes(NamedTuple):
     """Bytes of the weights of a decoder."""
 
     total: float
+    """Bytes of all tensors of the files."""
     read: float
-    """Bytes that a decoded token reads, with all experts."""
+    """Bytes that a decoded token reads: of a mixture, the experts that it chooses."""
 
 
-def sizes_of(
-    config: Config,
-    decoder: Decoder,
-    shapes: Mapping[str, Any],
-    settings: Compress | None,
-) -> Sizes:
-    """Counts the bytes of plain or compressed weights.
+def sizes_of(model: Model, layout: FileLayout) -> Sizes:
+    """Counts the bytes of the tensors of files, without their headers.
 
     Args:
-        config: Settings of the model.
-        decoder: Decoder with shapes alone.
-        shapes: Shapes of all parameters by path, blocks stacked.
-        settings: Rules of compression; None for plain weights.
+        model: Settings of the model.
+        layout: Tensors of the files.
 
     Returns:
-        Bytes of all weights, with packed codes and scales where a rule rounds.
+        Bytes of all tensors, and of those that a token reads.
     """
-    width = jnp.dtype(config.precision.compute_dtype).itemsize
-    total = float(sum(width * math.prod(x.shape) for x in shapes.values()))
-    if settings is not None:
-        total -= _saved_bytes(config, decoder, shapes, settings, width)
-    table = width * math.prod(shapes["embedding/tokens"].shape)
-    # The table of a tied model is also the head, which a token reads whole.
-    return Sizes(total, total if config.model.tied_head else total - table)
+    found = {name: num_bytes(x) for name, x in layout.entries.items()}
+    endings = {"", *(layout.scheme.endings if layout.scheme else ())}
+    idle = dict[str, float]()
+    for ours, place in layouts_of(FAMILIES[layout.kind].rows, model):
+        if share := _idle_share(ours, model, place):
+            idle |= {
+                f"{tensor}{ending}": share
+                for tensor in place.tensors.values()
+                for ending in endings
+            }
+    total = float(sum(found.values()))
+    unread = sum(size * idle.get(name, 0.0) for name, size in found.items())
+    return Sizes(total, total - unread)
 
 
-def _saved_bytes(
-    config: Config,
-    decoder: Decoder,
-    shapes: Mapping[str, Any],
-    settings: Compress,
-    width: int,
-) -> float:
-    """Counts the bytes that codes and scales save."""
-    saved = 0.0
-    segments = segments_of(decoder.blocks)
-    for place in places_of(decoder):
-        grids = parts_of(settings, config, decoder, place).layers.grids
-        for layer in layers_in(segments[place.name]):
-            if (grid := grids.get(layer.path)) is None:
-                continue
-            _, *shape = shapes[f"{place.prefix}{layer.kernel}"].shape
-            first = 1 if layer.has_experts else 0
-            inputs = math.prod(shape[first : first + layer.num_inputs])
-            count = math.prod(shape)
-            scale = 1 if grid.weights == "mxfp4" else width
-            codes = count * _BITS[grid.weights] / 8
-            saved += count * width - codes - count / grid.group_of(inputs) * scale
-    return saved
+def _idle_share(ours: str, model: Model, place: Layout) -> float:
+    """Returns the share of an array that a decoded token does not read."""
+    if ours == "embedding.positions":
+        return 1.0
+    if ours == "embedding.tokens":
+        # The table of a tied model is also the head, which a token reads whole.
+        return 0.0 if model.tied_head else 1.0
+    if _EXPERTS in ours:
+        assert isinstance(model.moe, TokenChoice)
+        return 1 - model.moe.top_k / place.sizes["experts"]
+    return 0.0
 
 
 def find_memory(device: str) -> tuple[DeviceMemory, str]:

@@ -8,7 +8,7 @@ rounded to nearest, and by the compressed weights: one pass gives all losses.
 
 import collections
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,16 @@ import numpy as np
 from zjax.compress.block import RoundedBlock, round_block
 from zjax.compress.experts import Routed, round_experts
 from zjax.compress.folding import Arrays
-from zjax.compress.opened import Opened
+from zjax.compress.opened import BLOCKS, Opened
 from zjax.compress.partial import PartialOutput
-from zjax.compress.parts import BlockParts, BlockPlace, parts_of, places_of, rule_of
+from zjax.compress.parts import (
+    BlockParts,
+    BlockPlace,
+    layers_of,
+    parts_of,
+    places_of,
+    rule_of,
+)
 from zjax.compress.scores import Score, Scorer
 from zjax.compress.statistics import Statistics, add_tokens, empty
 from zjax.jaxprs.versions import dtype_promotion
@@ -59,6 +66,8 @@ class Walk:
         settings: Rules, method and calibration.
         calibration: Batches of the training data; not read by round to nearest.
         heldout: Batches of the validation data.
+        coded: Paths of layers whose inputs are rounded if a rule says so, as the files
+            have codes; None for all layers.
     """
 
     def __init__(
@@ -67,6 +76,7 @@ class Walk:
         settings: Compress,
         calibration: Sequence[Batch],
         heldout: Sequence[Batch],
+        coded: Collection[str] | None = None,
     ):
         self._opened, self._settings = opened, settings
         decoder = opened.decoder
@@ -74,9 +84,11 @@ class Walk:
         self._plain = make_stack(decoder)
         self._recording = recording_stack(decoder, self._recorder)
         self._rounding = self._plain
-        if any(rule.activations != "compute" for rule in settings.rules):
+        paths = layers_of(decoder) if coded is None else coded
+        rules = {path: rule_of(settings, path) for path in paths}
+        if any(rule and rule.activations != "compute" for rule in rules.values()):
             self._rounding = rounding_stack(
-                decoder, lambda path: rule_of(settings, f"blocks/{path}")
+                decoder, lambda path: rules.get(f"{BLOCKS}/{path}")
             )
         self._calibration = calibration if settings.method.calibrates else []
         self._heldout = heldout

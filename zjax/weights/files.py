@@ -252,10 +252,10 @@ def write_shards(
     """Writes shards of at most `max_bytes`, or of one tensor, and an index for many."""
     shards, size = list[dict[str, Entry]]([{}]), 0
     for name, entry in source.entries.items():
-        size += _num_bytes(entry)
+        size += num_bytes(entry)
         if shards[-1] and size > max_bytes:
             shards.append({})
-            size = _num_bytes(entry)
+            size = num_bytes(entry)
         shards[-1][name] = entry
     count, places = len(shards), dict[str, str]()
     for number, shard in enumerate(shards, 1):
@@ -265,7 +265,7 @@ def write_shards(
         write_file(folder / file, Source(shard, source.read), metadata)
         places |= dict.fromkeys(shard, file)
     if count > 1:
-        total = sum(map(_num_bytes, source.entries.values()))
+        total = sum(map(num_bytes, source.entries.values()))
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_json(folder / "model.safetensors.index.json", index)
 
@@ -335,7 +335,7 @@ def cast(source: Source, dtype: str) -> Source:
 def _slices_of(entry: Entry) -> Iterator[Index]:
     """Yields slices along dim 0 that cover an array."""
     rows, *others = entry.shape or (1,)
-    step = max(1, _SLICE_BYTES * rows // max(1, _num_bytes(entry)))
+    step = max(1, _SLICE_BYTES * rows // max(1, num_bytes(entry)))
     for first in range(0, rows, step):
         index = slice(first, min(first + step, rows)), *(slice(0, n) for n in others)
         yield index[: len(entry.shape)]
@@ -346,7 +346,7 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, object] = {"__metadata__": metadata}
     start = 0
     for name, entry in entries.items():
-        end = start + _num_bytes(entry)
+        end = start + num_bytes(entry)
         header[tensor_name(name)] = {
             "dtype": DTYPES[entry.dtype],
             "shape": entry.shape,
@@ -359,5 +359,6 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _num_bytes(entry: Entry) -> int:
+def num_bytes(entry: Entry) -> int:
+    """Counts the bytes of an array in a file."""
     return math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize

@@ -5,8 +5,8 @@ scales are given, and codes are recovered without a further rounding.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,17 @@ FIELD = "--quantize"
 _NUM_SHOWN = 3
 
 
+class Choice(NamedTuple):
+    """Tensors of a family by what becomes of them."""
+
+    coded: list[str]
+    """Matrices that become codes and scales."""
+    unfit: list[str]
+    """Matrices that stay plain, as groups do not divide their inputs."""
+    plain: list[str]
+    """Routers, and matrices that stay plain as the caller says."""
+
+
 def compress(
     source: Source,
     model: schema.Model,
@@ -38,6 +49,7 @@ def compress(
     dtype: str = "",
     scales: Source | None = None,
     scheme: Scheme | None = None,
+    plain: Collection[str] = (),
 ) -> tuple[Source, dict[str, Any]]:
     """Quantises the tensors of a family to a layout of Hugging Face checkpoints.
 
@@ -52,6 +64,7 @@ def compress(
             weights to nearest: the largest weight of a group takes the last code.
         scheme: Scheme in place of the one of that name, which then names it in
             messages alone.
+        plain: Names of matrices that stay plain; not read for mxfp4.
 
     Returns:
         Tensors of the files, and the `quantization_config` of the config.json.
@@ -64,16 +77,34 @@ def compress(
     if name == mxfp4.NAME:
         return mxfp4.compress(source, model, kind, dtype=dtype, scales=scales)
     scheme = scheme or SCHEMES[name]
-    matrices, plain = _modules_of(model, kind, name)
-    fitting = [x for x in matrices if scheme.fits(source.entries[x].shape[1])]
-    left = [x for x in matrices if x not in {*fitting}]
+    chosen = choose_matrices(source.entries, model, kind, name, scheme, plain)
+    _report(scheme, chosen, bool(model.moe))
+    found = pack_source(source, chosen.coded, scheme, dtype=dtype, scales=scales)
+    left = (*chosen.plain, *chosen.unfit)
+    ignore = dict.fromkeys(x.removesuffix(".weight") for x in left)
+    return found, scheme.config([*_HEADS[model.kind], *ignore])
+
+
+def choose_matrices(
+    entries: Mapping[str, Entry],
+    model: schema.Model,
+    kind: str,
+    name: str,
+    scheme: Scheme,
+    plain: Collection[str] = (),
+) -> Choice:
+    """Chooses the tensors that become codes; see `compress`.
+
+    Raises:
+        ConfigError: The family has no such layout, or no matrix has fitting groups.
+    """
+    matrices, others = _modules_of(model, kind, name, plain)
+    fitting = [x for x in matrices if scheme.fits(entries[x].shape[1])]
+    unfit = [x for x in matrices if x not in {*fitting}]
     if not fitting:
         problem = f"has groups of {scheme.group} inputs, which divide no matrix"
         raise ConfigError(Problem(FIELD, name, problem, "use w8a8 or fp8"))
-    _report(scheme, fitting, left, bool(model.moe))
-    found = pack_source(source, fitting, scheme, dtype=dtype, scales=scales)
-    ignore = dict.fromkeys(x.removesuffix(".weight") for x in (*plain, *left))
-    return found, scheme.config([*_HEADS[model.kind], *ignore])
+    return Choice(fitting, unfit, others)
 
 
 _HEADS = {"decoder": ("lm_head",), "encoder": ("re:cls[.].*", "re:lm_head[.].*")}
@@ -81,17 +112,18 @@ _HEADS = {"decoder": ("lm_head",), "encoder": ("re:cls[.].*", "re:lm_head[.].*")
 
 
 def _modules_of(
-    model: schema.Model, kind: str, name: str
+    model: schema.Model, kind: str, name: str, plain: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Names of matrices of torch `Linear` modules to quantise, and of routers."""
-    matrices, routers = list[str](), list[str]()
+    """Lists matrices of torch `Linear` modules to quantise, and modules left plain."""
+    matrices, others = list[str](), list[str]()
     for ours, layout in layouts_of(FAMILIES[kind].rows, model):
         if not ours.startswith("blocks.") or ".kernel" not in ours:
             continue
-        if ".router." in ours:
-            routers += layout.tensors.values()
+        names = layout.tensors.values()
+        if ".router." in ours or {*names} <= {*plain}:
+            others += names
         elif layout.row.is_transposed and len(layout.tensor_shape) == 2:
-            matrices += layout.tensors.values()
+            matrices += names
         else:
             problem = f"has no layout for {layout.first} of {kind}, which is no Linear"
             remedy = "leave out --quantize, or use --format=gguf"
@@ -99,24 +131,20 @@ def _modules_of(
                 remedy = "use mxfp4"
             raise ConfigError(Problem(FIELD, name, problem, remedy))
     # A joined tensor has several arrays.
-    return [*dict.fromkeys(matrices)], [*dict.fromkeys(routers)]
+    return [*dict.fromkeys(matrices)], [*dict.fromkeys(others)]
 
 
-def _report(
-    scheme: Scheme,
-    fitting: Sequence[str],
-    left: Sequence[str],
-    has_experts: bool,
-) -> None:
+def _report(scheme: Scheme, chosen: Choice, has_experts: bool) -> None:
     """Warns on process 0 of the number of matrices, and of matrices left plain."""
     if jax.process_index() != 0:
         return
-    text = f"{len(fitting)} matrices become {scheme.dtype}"
+    text = f"{len(chosen.coded)} matrices become {scheme.dtype}"
     if has_experts:
         text += "; vLLM reads these experts, transformers 5 does not"
-    if left:
-        more = len(left) - _NUM_SHOWN
-        names = ", ".join(left[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    if unfit := chosen.unfit:
+        more = len(unfit) - _NUM_SHOWN
+        names = ", ".join(unfit[:_NUM_SHOWN])
+        names += f" and {more} more" if more > 0 else ""
         text += f"; plain, as {scheme.group} does not divide their inputs: {names}"
     logging.warning("%s", text)
 
