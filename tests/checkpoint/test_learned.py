@@ -16,58 +16,76 @@ from zjax.errors import ConfigError
 from zjax.run.saving import save
 
 
-def config_of(*rules, **settings):
-    return zjax.load_config({"quantize": {"rules": [*rules]}} | settings)
+def run_of(*rules, **settings):
+    """Rules of a run, and the Llama of 32 to 256 inputs that learned them."""
+    model = golden.settings_of("llama") | {"embed_size": 128, "num_heads": 4}
+    model |= {"num_kv_heads": 2, "head_size": 8, "mlp_size": 256}
+    settings = zjax.load_config({"quantize": {"rules": [*rules]}}).quantize
+    return settings, zjax.make_model(zjax.load_config({"model": model}))
 
 
-def check_grid(config, quantize, grids):
-    adapters = bool(config.lora)
-    learned.check_grid(config.quantize, quantize, grids, has_adapters=adapters)
+def check_grid(run, quantize, layouts, **given):
+    learned.check_grid(*run, quantize, layouts, **{"has_adapters": False} | given)
 
 
 FITTING = [
     (learned.HUGGINGFACE, "w4a16", "int4", 128),
     (learned.HUGGINGFACE, "w8a8", "int8", 0),
     (learned.HUGGINGFACE, "fp8", "float8", 0),
-    (learned.HUGGINGFACE, "mxfp4", "mxfp4", 32),
     (learned.GGUF, "q8_0", "int8", 32),
     (learned.GGUF, "mxfp4", "mxfp4", 32),
 ]
 
 
-@pytest.mark.parametrize(("grids", "name", "weights", "size"), FITTING)
-def test_a_grid_goes_out_in_its_own_layout_alone(grids, name, weights, size):
+@pytest.mark.parametrize(("layouts", "name", "weights", "size"), FITTING)
+def test_a_grid_goes_out_in_its_own_layout_alone(layouts, name, weights, size):
     """Fails if a layout takes the grid of another, or refuses the one that fits."""
-    config = config_of(
+    run = run_of(
         {"pattern": "key", "weights": "compute"},
         {"weights": weights, "group_size": size},
     )
-    check_grid(config, name, grids)
-    for other in {*grids, "q4_0"} - {name}:
+    check_grid(run, name, layouts)
+    for other in {*layouts, "q4_0"} & {*layouts} - {name, "mxfp4"}:
         with pytest.raises(ConfigError, match=f"; use {name} or leave"):
-            check_grid(config, other, grids)
+            check_grid(run, other, layouts)
 
 
-def test_each_rule_of_another_grid_is_refused():
-    config = config_of(
-        {"pattern": "mlp", "weights": "int8", "group_size": 0}, {"weights": "int4"}
-    )
+def test_each_grid_of_a_layer_is_refused_with_the_layer():
+    run = run_of({"pattern": "mlp", "weights": "int8", "group_size": 0}, {})
     with config_error(
-        "--quantize='q4_0' rounds again what learned int4 in groups of 128 inputs; "
-        "leave --quantize out\n"
-        "--quantize='q4_0' rounds again what learned int8 in one group of all inputs; "
-        "leave --quantize out"
+        "--quantize='q4_0' rounds again blocks/attention/key and 3 more layers, which "
+        "learned int4 in one group of all inputs; leave --quantize out\n"
+        "--quantize='q4_0' rounds again blocks/mlp/down and 2 more layers, which "
+        "learned int8 in one group of all inputs; leave --quantize out"
     ):
-        check_grid(config, "q4_0", learned.GGUF)
+        check_grid(run, "q4_0", learned.GGUF)
+
+
+def test_a_layer_is_held_to_the_groups_that_it_has():
+    """Fails if the size in a rule decides, and not the groups of each layer."""
+    # Groups of up to 4,096 of 128 inputs are one group of all, as w8a8 has.
+    check_grid(run_of({"weights": "int8", "group_size": 4096}), *W8A8)
+    # Groups of 128 do not divide 32 inputs of `out`, which w4a16 leaves plain.
+    check_grid(run_of({"weights": "int4"}), "w4a16", learned.HUGGINGFACE)
+    # The experts alone become mxfp4.
+    check_grid(run_of({"weights": "int8"}), "mxfp4", learned.HUGGINGFACE)
+    with config_error(
+        "--quantize='w8a8' rounds again blocks/mlp/down, which learned int8 in groups "
+        "of 128 inputs; leave --quantize out"
+    ):
+        check_grid(run_of({"weights": "int8"}), *W8A8)
+
+
+W8A8 = "w8a8", learned.HUGGINGFACE
 
 
 def test_runs_without_rules_are_rounded_to_any_grid():
-    check_grid(zjax.load_config({}), "q4_0", learned.GGUF)
+    _, model = run_of({})
+    check_grid((None, model), "q4_0", learned.GGUF)
 
 
 def test_merged_adapters_are_rounded_once_more_and_the_log_says_so(caplog):
-    config = config_of({"weights": "int4"}, lora={"rank": 2})
-    check_grid(config, "w4a16", learned.HUGGINGFACE)
+    check_grid(run_of({}), "w4a16", learned.HUGGINGFACE, has_adapters=True)
     assert caplog.messages == [
         "--quantize=w4a16 rounds matrices with merged adapters, which lie on no grid, "
         "once more"
@@ -88,7 +106,7 @@ def read_all(folder):
     return safetensors.numpy.load_file(folder / "model.safetensors")
 
 
-def test_exports_have_the_learned_codes(tmp_path):
+def test_exports_have_the_learned_codes(tmp_path, monkeypatch):
     """Fails if matrices are rounded a second time, or other grids pass."""
     store = saved(tmp_path / "run", "precision.compute_dtype=bfloat16")
     export.export_huggingface(store, str(tmp_path / "plain"))
@@ -101,13 +119,14 @@ def test_exports_have_the_learned_codes(tmp_path):
         assert codes.dtype == np.int8
         found = np.float32(codes) * np.float32(coded[name])
         np.testing.assert_array_equal(found, plain[name.removesuffix("_scale")])
-    learned_int8 = "rounds again what learned int8 in one group of all inputs"
-    with config_error(
-        f"--quantize='w4a16' {learned_int8}; use w8a8 or leave --quantize out"
-    ):
-        export.export_huggingface(store, str(tmp_path / "other"), quantize="w4a16")
+    again = "rounds again blocks/attention/key and 6 more layers, which learned int8 in"
+    again += " one group of all inputs"
+    with config_error(f"--quantize='fp8' {again}; use w8a8 or leave --quantize out"):
+        export.export_huggingface(store, str(tmp_path / "other"), quantize="fp8")
     path = tmp_path / "model.gguf"
-    with config_error(f"--quantize='q8_0' {learned_int8}; leave --quantize out"):
+    # Blocks of 32 divide no matrix of this model.
+    monkeypatch.setitem(learned.GGUF, "q8_0", learned.Layout("int8", 8))
+    with config_error(f"--quantize='q8_0' {again}; leave --quantize out"):
         export_gguf.export_gguf(store, str(path), quantize="q8_0")
     assert not (tmp_path / "other").exists()
     assert not path.exists()

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.support.command_line import typed
-from tests.support.huggingface import FOLDER
-from zjax.checkpoint.start import settings_of_weights
+from tests.support.huggingface import FOLDER, make_config, start
+from zjax.checkpoint.start import open_weights, settings_of_weights
+from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import CheckpointTokenizer, write_tokenizer
 from zjax.cli import compressing as commands
 from zjax.cli.compressing import compress, read_recipe, run_settings
@@ -23,7 +24,7 @@ from zjax.compress import compress as compressing
 from zjax.compress.compress import compress_weights, read_batches
 from zjax.compress.files import layout_of
 from zjax.compress.notes import describe_layers
-from zjax.compress.opened import open_huggingface
+from zjax.compress.opened import open_huggingface, open_run
 from zjax.compress.partial import CONTENTS, PartialOutput, directory_of
 from zjax.compress.parts import places_of
 from zjax.compress.sizes import sizes_of
@@ -35,8 +36,10 @@ from zjax.generation.loading import WITHOUT_MOMENTS
 from zjax.models.build import make_model
 from zjax.models.recording import Recorder, recording_stack
 from zjax.models.stack import make_stack
-from zjax.settings.compress import RECIPES
+from zjax.run.saving import save
+from zjax.settings.compress import RECIPES, Smoothquant
 from zjax.stack.forward import run_stack
+from zjax.weights.compressed_tensors import unpack
 from zjax.weights.files import num_bytes, open_files
 
 DATA = {
@@ -563,6 +566,41 @@ def test_a_gguf_file_takes_the_tokenizer_beside_it(tmp_path, monkeypatch):
     assert seen[0].compress.method.kind == "gptq"
     write_tokenizer(out, *tokenizer)
     assert (out / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_run_that_learned_rounded_matrices_keeps_the_codes(tmp_path):
+    """Fails if master weights are compressed, or a code changes in sixteen bits."""
+    rule = {"weights": "int4", "group_size": 8}
+    changes = "precision.compute_dtype=bfloat16", f"quantize.rules=[{rule}]"
+    config = make_config("llama", *changes, f"directory={tmp_path}")
+    run = start(config)
+    save(tmp_path / "checkpoints", run.state, run)
+    settings = {"rules": [rule], "method": "nearest", "num_heldout_rows": 1}
+    config = load_config(config, {"data.length": 16, "compress": settings})
+    opened, _ = open_run(config, "auto", 0)
+    output, told = tmp_path / "out", []
+    tokenizer = tokenizer_of("llama")
+    done = compress_weights(opened, str(output), tokenizer, report=told.append)
+    assert told == ["the weights have the values that training rounded them to"]
+    assert "rounded once more" not in done.text
+    learned, _ = open_weights(Store(str(tmp_path / "checkpoints")), rounds=True)
+    kernel = learned.read_all("blocks/mlp/down/kernel")[1].T
+    files = open_files("", output)
+    name = "model.layers.1.mlp.down_proj.weight"
+    codes = unpack(files.read_all(f"{name}_packed"), 4, kernel.shape[1])
+    scales = np.float32(files.read_all(f"{name}_scale"))
+    found = np.float32(codes) * np.repeat(scales, 8, axis=1)
+    np.testing.assert_array_equal(found, kernel)
+    # Another grid, or factors of inputs, round the values once more.
+    method = dataclasses.replace(opened.config.compress, method=Smoothquant())
+    other = load_config(config, {"compress.rules": [{"weights": "int8"}]}).compress
+    for settings in method, other:
+        given = opened.config, opened.decoder, opened.shapes, settings
+        *_, line = describe_layers(opened, settings, layout_of(*given))
+        text, _, names = line.replace("\n ", "").partition(": ")
+        what = "int4 in groups of 8 inputs"
+        assert text == f"rounded once more, as the run learned {what}"
+        assert names.count("blocks/") == 7
 
 
 def test_the_plan_has_a_line_for_each_recipe(capsys):

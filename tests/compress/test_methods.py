@@ -82,6 +82,19 @@ def test_gptq_equals_the_oracle(weights, group, shape):
     )
 
 
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_methods_keep_the_codes_of_a_matrix_on_the_grid(weights):
+    """Fails if weights that training rounded are rounded to other codes."""
+    kernel, x = make_layer()
+    grid = Grid(weights, 16, "bfloat16")
+    learned = round_to_nearest(kernel, grid)
+    found = gptq(learned.values, statistics_of(x).hessian, grid)
+    np.testing.assert_array_equal(found.values, learned.values)
+    np.testing.assert_array_equal(found.scales, learned.scales)
+    factors = awq_factors(learned.values, statistics_of(x), grid)
+    np.testing.assert_array_equal(factors, np.ones(48))
+
+
 def test_gptq_in_the_order_of_activations_equals_the_oracle():
     kernel, x = make_layer()
     grid = Grid("int4", 16)

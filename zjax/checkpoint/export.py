@@ -1,11 +1,12 @@
 """Exports the weights of a run: one file, a Hugging Face directory, or adapters."""
 
 import pathlib
+from collections.abc import Mapping
 
 from absl import logging
 
 from zjax.checkpoint import learned
-from zjax.checkpoint.start import find_config, open_weights
+from zjax.checkpoint.start import find_config, open_weights, unrounded_model
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import tokenizer_of_run, write_tokenizer
@@ -95,10 +96,7 @@ def export_huggingface(
     """
     chosen = store.resolve(step)
     if quantize:
-        config = saved_config(store.extra(chosen))
-        rules, has_adapters = config.quantize, bool(config.lora)
-        grids = learned.HUGGINGFACE
-        learned.check_grid(rules, quantize, grids, has_adapters=has_adapters)
+        check_learned(store, chosen, quantize, learned.HUGGINGFACE)
     source, _ = open_weights(store, part, chosen, rounds=True)
     return write_huggingface(
         store,
@@ -108,6 +106,20 @@ def export_huggingface(
         dtype=dtype,
         quantize=quantize,
         max_shard_bytes=max_shard_bytes,
+    )
+
+
+def check_learned(
+    store: Store, step: int, quantize: str, layouts: Mapping[str, learned.Layout]
+) -> None:
+    """Refuses codes that are not the codes which a layer of a run learned."""
+    config = saved_config(store.extra(step))
+    learned.check_grid(
+        config.quantize,
+        unrounded_model(store, step),
+        quantize,
+        layouts,
+        has_adapters=bool(config.lora),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from absl import logging
 
 from zjax.checkpoint import learned
-from zjax.checkpoint.export import find_start
+from zjax.checkpoint.export import check_learned, find_start
 from zjax.checkpoint.start import open_weights
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import tokenizer_of_run, write_tokenizer
@@ -44,9 +44,7 @@ def export_gguf(
         problem, remedy = "has no effect with --format=gguf", "use --quantize"
         raise ConfigError(Problem("--dtype", dtype, problem, remedy))
     if quantize not in gguf_file.FLOATS:
-        config = saved_config(store.extra(chosen))
-        rules, has_adapters = config.quantize, bool(config.lora)
-        learned.check_grid(rules, quantize, learned.GGUF, has_adapters=has_adapters)
+        check_learned(store, chosen, quantize, learned.GGUF)
     source, _ = open_weights(store, part, chosen, rounds=True)
     return write_gguf(store, path, source, step=chosen, quantize=quantize)
 

@@ -19,6 +19,7 @@ from zjax.files import local_path
 from zjax.models.build import make_model
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.average import Part, choose_part
+from zjax.typing import Model
 from zjax.weights import adapters, gguf_file, layers
 from zjax.weights import source as sources
 from zjax.weights.codes import without_codes
@@ -179,11 +180,20 @@ def open_weights(
     whole = without_codes(source)
     # Adapters learned beside rounded matrices.
     if config.quantize and (rounds or config.lora):
-        # The rules are of the model that learned them, which may be of the user.
-        plain = dataclasses.replace(config, quantize=None, lora=None)
         compute_dtype = config.precision.compute_dtype
-        whole = rounded(whole, make_model(plain), config.quantize, compute_dtype)
+        whole = rounded(
+            whole, unrounded_model(store, step), config.quantize, compute_dtype
+        )
     return adapters.merged(whole, config.lora) if config.lora else whole, chosen
+
+
+def unrounded_model(store: Store, step: int) -> Model:
+    """Makes the built-in model of a run, before rounding and without adapters.
+
+    The run may have learned another model, of the user.
+    """
+    config = saved_config(store.extra(step))
+    return make_model(dataclasses.replace(config, quantize=None, lora=None))
 
 
 def averaged(source: sources.Source) -> sources.Source:

@@ -88,6 +88,8 @@ def compress_weights(
     layout = layout_of(*given, settings)
     if why := layout.why_plain:
         report(f"weights go out in {opened.dtype}, on the grid of codes: {why}")
+    if opened.learned:
+        report("the weights have the values that training rounded them to")
     calibration, heldout = read_rows(opened.config, settings)
     # A second call with this output would write the same blocks.
     with hold(str(directory_of(output))):

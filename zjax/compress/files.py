@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from zjax.compress.opened import layers_apart, unread
-from zjax.compress.parts import group_of, layers_of, rule_of
+from zjax.compress.parts import layers_of, rule_of
 from zjax.errors import ConfigError
 from zjax.models.stack import Decoder
 from zjax.settings.compress import Compress
@@ -104,7 +104,7 @@ def layout_of(
 
 def _scheme_of(rules: Iterable[Rule]) -> Scheme | None:
     """Returns the scheme that stores the codes of all rules; None without one."""
-    kinds = {(x.weights, x.activations, group_of(x)) for x in rules}
+    kinds = {(x.weights, x.activations, x.group_size) for x in rules}
     if len(kinds) != 1:
         return None
     ((weights, activations, group),) = kinds

@@ -3,10 +3,13 @@
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from zjax.checkpoint.learned import grids_of
 from zjax.compress.files import FileLayout
 from zjax.compress.opened import Opened
 from zjax.compress.parts import layers_of, parts_of, places_of, rule_of
+from zjax.models.rounded import linear_layers, num_inputs_of
 from zjax.settings.compress import Awq, Compress, Smoothquant
+from zjax.settings.quantize import Quantize
 
 _WIDTH = 80
 
@@ -38,6 +41,8 @@ def describe_layers(
     ):
         kind = settings.method.kind
         yield _named(f"without factors of {kind}, rounded to nearest", found)
+    for grid, paths in _rounded_again(opened, settings).items():
+        yield _named(f"rounded once more, as the run learned {grid}", paths)
 
 
 def _without_factors(opened: Opened, settings: Compress) -> Iterator[str]:
@@ -52,6 +57,19 @@ def _without_factors(opened: Opened, settings: Compress) -> Iterator[str]:
         for mixture in mixtures:
             for path in mixture.without_factors(settings.method):
                 yield f"{prefix}{path}"
+
+
+def _rounded_again(opened: Opened, settings: Compress) -> dict[str, list[str]]:
+    """Returns the layers that leave the grid which a run learned, by that grid."""
+    inputs = num_inputs_of(linear_layers(opened.decoder))
+    inputs = {path: inputs[path] for path in layers_of(opened.decoder)}
+    learned = grids_of(opened.learned or Quantize(rules=()), inputs)
+    after = grids_of(Quantize(rules=settings.rules), inputs)
+    moves, found = isinstance(settings.method, Smoothquant), dict[str, list[str]]()
+    for path, grid in learned.items():
+        if path in after and (moves or grid != after[path]):
+            found.setdefault(str(grid), []).append(path)
+    return found
 
 
 def _named(text: str, names: Iterable[str]) -> str:

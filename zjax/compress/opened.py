@@ -13,10 +13,12 @@ import numpy as np
 from zjax.checkpoint.start import find_config, open_source, open_weights
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.sums import SUMS_FILE
+from zjax.config.load import saved_config
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
 from zjax.models.nnx import nest_named
 from zjax.models.stack import Decoder
+from zjax.settings.quantize import Quantize
 from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_key
 from zjax.train.average import Part
@@ -40,6 +42,8 @@ class Opened:
         source: Weights with layers apart, by names with dots.
         name: What names the weights in messages.
         files: Digest of what tells whether files have changed.
+        learned: Rules of a run that learned rounded matrices: the weights have the
+            values of the codes. None where adapters were merged into the matrices.
     """
 
     config: Config
@@ -48,14 +52,16 @@ class Opened:
     source: Source
     name: str
     files: str = ""
+    learned: Quantize | None = None
 
     def read_outside(self) -> Any:
         """Reads the parameters outside of the blocks onto the device."""
         outside = [x for x in self.shapes if not x.startswith(f"{BLOCKS}/")]
-        return nest_named({x: self._read(tensor_name(x)) for x in outside})
+        found = {x: self._read(tensor_name(x)).astype(self.dtype) for x in outside}
+        return nest_named(found)
 
     def read_block(self, segment: str, number: int) -> dict[str, jax.Array]:
-        """Reads a block of a segment, by path in the block.
+        """Reads a block of a segment, by path in the block, in the dtypes of the files.
 
         `segment` is the name of the segment; empty if there is only one.
         """
@@ -79,7 +85,7 @@ class Opened:
         return found.hexdigest()
 
     def _read(self, name: str) -> jax.Array:
-        return jnp.asarray(self.source.read_all(name)).astype(self.dtype)
+        return jnp.asarray(self.source.read_all(name))
 
     @property
     def dtype(self) -> str:
@@ -88,13 +94,19 @@ class Opened:
 
 
 def open_run(config: Config, part: str, step: int) -> tuple[Opened, Part]:
-    """Opens a checkpoint of a run, adapters merged, and returns the kind of weights."""
+    """Opens a checkpoint of a run, and returns the kind of weights.
+
+    Adapters are merged, and matrices are rounded as the run learned to.
+    """
     store = Store(str(pathlib.Path(config.directory) / "checkpoints"))
-    source, chosen = open_weights(store, part, step)
+    source, chosen = open_weights(store, part, step, rounds=True)
+    saved = saved_config(store.extra(step))
     source = source.renamed({tensor_name(name): name for name in source.entries})
     name = f"{chosen} of step {step} in {config.directory}"
     opened = _opened(config, cached(source), name)
-    return dataclasses.replace(opened, files=_digest_step(store.path(step))), chosen
+    learned = None if saved.lora else saved.quantize
+    files = _digest_step(store.path(step))
+    return dataclasses.replace(opened, files=files, learned=learned), chosen
 
 
 def _digest_step(folder: pathlib.Path) -> str:

@@ -85,7 +85,7 @@ def parts_of(
         rule = rule_of(settings, f"{place.prefix}{layer.path}")
         if rule is not None and rule.weights != "compute":
             dtype = config.precision.compute_dtype
-            grids[layer.path] = Grid(rule.weights, group_of(rule), dtype)
+            grids[layer.path] = Grid(rule.weights, rule.group_size, dtype)
     linears = [x for x in every if x.path in grids and not x.has_experts]
     has_matrices = not isinstance(settings.method, Smoothquant)
     # Factors need one grid, and matrices of which all are rounded.
@@ -118,8 +118,3 @@ def _mixtures(
 def rule_of(settings: Compress, path: str) -> Rule | None:
     """Returns the first rule that matches the path of a layer; None without one."""
     return Quantize(rules=settings.rules).rule_of(path)
-
-
-def group_of(rule: Rule) -> int:
-    """Returns the most inputs that share a scale; 0 is all inputs."""
-    return Rule.MX_GROUP if rule.weights == "mxfp4" else rule.group_size

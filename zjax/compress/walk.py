@@ -168,7 +168,7 @@ class Walk:
         """Passes all rows through a block, by the weights of each."""
         rows = self._streams
         run = functools.partial(self._forward, place)
-        rows[BEFORE] = run(self._plain, before, rows[BEFORE], "heldout")
+        rows[BEFORE] = run(self._plain, self._cast(before), rows[BEFORE], "heldout")
         if NEAREST in rows:
             nearest = self._round(place, before, Nearest(), {}, {})[0]
             new = self._cast(nearest.params)
@@ -209,7 +209,7 @@ class Walk:
         """Rounds a block by what enters the matrices; returns notes, too."""
         found, routed = {}, {}
         if self._calibration:
-            found, routed = self._record(place, params)
+            found, routed = self._record(place, self._cast(params))
         method = self._settings.method
         return self._round(place, params, method, found, routed)
 

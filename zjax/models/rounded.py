@@ -35,7 +35,7 @@ def attach(module: nnx.Module, settings: Quantize) -> None:
     """
     found = linear_layers(module)
     check_patterns(found, settings)
-    check_groups({path: _depth(layer) for path, layer in found.items()}, settings)
+    check_groups(num_inputs_of(found), settings)
     for path, layer in found.items():
         rule = settings.rule_of(path)
         is_read = rule and (rule.weights, rule.activations) != ("compute", "compute")
@@ -86,11 +86,15 @@ def check_patterns(paths: Iterable[str], settings: Quantize) -> None:
         raise ConfigError(*problems)
 
 
-def _depth(layer: Any) -> int:
-    """Counts the inputs of a matrix of a built-in layer."""
-    kernel = layer.kernel
-    last = kernel.ndim - layer.num_outputs
-    return math.prod(kernel.shape[last - layer.num_inputs : last])
+def num_inputs_of(found: Mapping[str, Any]) -> dict[str, int]:
+    """Counts the inputs of the matrices of built-in layers, by path."""
+
+    def count(layer: Any) -> int:
+        kernel = layer.kernel
+        last = len(kernel.shape) - layer.num_outputs
+        return math.prod(kernel.shape[last - layer.num_inputs : last])
+
+    return {path: count(layer) for path, layer in found.items()}
 
 
 def check_groups(depths: Mapping[str, int], settings: Quantize) -> None:

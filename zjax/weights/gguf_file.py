@@ -61,10 +61,10 @@ def type_of(name: str, shape: Sequence[int], quantize: str) -> str:
         return "f32"
     if quantize in ("f16", "bf16"):
         return quantize
-    return "f16" if name in PLAIN or shape[-1] % _BLOCK else quantize
+    return "f16" if name in PLAIN or shape[-1] % BLOCK else quantize
 
 
-_BLOCK = 32
+BLOCK = 32
 """Inputs of a block of the quantised types that zjax writes."""
 
 
@@ -158,7 +158,7 @@ def _blocks_on_grid(
         problem = f"has given scales, which {kind} has no room for"
         remedy = f"use {', '.join(_HALVES)}"
         raise CheckpointError(Problem("tensor", name, problem, remedy))
-    groups = array.reshape(-1, _BLOCK)
+    groups = array.reshape(-1, BLOCK)
     factors = shared_scales(name, scales.astype(np.float32).reshape(groups.shape))
     first = _HALVES[kind] or 128
     codes = codes_on_grid(

@@ -1,6 +1,7 @@
 """Matrices of a checkpoint with the values of the codes that training learned."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,7 @@ def rounded(
     reads it. `model` is the built-in model before rounding, without adapters. Arrays of
     other models keep their values, and the log says so.
     """
-    shapes, _ = jax.eval_shape(model.init, abstract_key())
-    layers = linear_layers(model.bind(shapes, {}))
+    layers = layers_of(model)
     if not layers.keys() <= {_layer_of(name) for name in source.entries}:
         if jax.process_index() == 0:
             text = "stays without effect on the weights of your own model: they are"
@@ -55,6 +55,12 @@ def rounded(
         return values[(*[slice(None)] * depth, *index[depth:])]
 
     return Source(source.entries, read)
+
+
+def layers_of(model: Model) -> dict[str, Any]:
+    """Returns the linear layers of a built-in model by path, with shapes alone."""
+    shapes, _ = jax.eval_shape(model.init, abstract_key())
+    return linear_layers(model.bind(shapes, {}))
 
 
 def _layer_of(name: str) -> str:
