@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.command_line import typed
 from tests.support.huggingface import FOLDER, make_config, start
+from zjax.checkpoint.contents import digest_step
 from zjax.checkpoint.start import open_weights, settings_of_weights
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.tokenizer import CheckpointTokenizer, write_tokenizer
@@ -21,7 +22,7 @@ from zjax.cli import compressing as commands
 from zjax.cli.compressing import compress, read_recipe, run_settings
 from zjax.cli.planning import plan
 from zjax.compress import compress as compressing
-from zjax.compress.compress import compress_weights, read_batches
+from zjax.compress.compress import compress_weights, read_rows
 from zjax.compress.files import layout_of
 from zjax.compress.notes import describe_layers
 from zjax.compress.opened import open_huggingface, open_run
@@ -65,8 +66,7 @@ def tokenizer_of(family):
 def walk_of(opened):
     """Makes a walk with the rows that the settings name."""
     settings = opened.config.compress
-    rows = read_batches(opened.config, "train", settings.num_rows)
-    heldout = read_batches(opened.config, "validation", settings.num_heldout_rows)
+    rows, heldout = read_rows(opened.config, settings)
     return Walk(opened, settings, rows, heldout), heldout
 
 
@@ -368,16 +368,14 @@ def write_first(self, output, advance):
 
 
 def test_a_saved_step_is_known_by_its_checksums(tmp_path):
-    from zjax.compress import opened
-
-    assert opened._digest_step(tmp_path) == opened._digest_step(tmp_path)
-    found = {opened._digest_step(tmp_path)}
+    assert digest_step(tmp_path) == digest_step(tmp_path)
+    found = {digest_step(tmp_path)}
     for text in "a", "b":
         (tmp_path / "params").write_text(text)
-        found.add(opened._digest_step(tmp_path))
+        found.add(digest_step(tmp_path))
     for text in "1", "2":
         (tmp_path / "sums").write_text(text)
-        found.add(opened._digest_step(tmp_path))
+        found.add(digest_step(tmp_path))
     assert len(found) == 5
 
 

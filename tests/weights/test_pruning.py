@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -14,8 +15,12 @@ from tests.support.refusals import checkpoint_error, config_error
 from tests.weights.test_growth import make_config, start_mixture
 from zjax.config.check import check_config
 from zjax.config.load import load_config
-from zjax.run import pruned_start
+from zjax.data.source import SyntheticRows
+from zjax.models.build import make_model
+from zjax.run import initialize, pruned_start
 from zjax.run.saving import save
+from zjax.run.trainer_settings import checked_settings
+from zjax.run.without_effect import check_model_acts
 from zjax.settings import schema
 from zjax.settings.prune import Even, Influence, Listed, Prune
 from zjax.weights import pruning
@@ -136,7 +141,8 @@ def test_what_does_nothing_is_taken_away(large, tmp_path):
 def test_the_choice_is_made_once(large, tmp_path, monkeypatch, caplog):
     """Fails if a second start measures again, or reads a damaged record."""
     path, _ = large
-    first = weights_of(start(NARROW, path, tmp_path))
+    run = start(NARROW, path, tmp_path)
+    first = weights_of(run)
     assert caplog.messages[-1] == (
         f"checkpoint.init_from='{path}' is pruned: layers 0, 1, 3 of 4; 12 of 16 "
         "channels; 2 of 4 heads; 16 of 24 hidden channels stay"
@@ -147,6 +153,23 @@ def test_the_choice_is_made_once(large, tmp_path, monkeypatch, caplog):
     config = _config(NARROW, path, prune=Prune(), directory=str(tmp_path))
     recorded = pruned_start.recorded(config)
     assert recorded is not None and recorded.kept.layers == (0, 1, 3)
+    forgetful = dataclasses.replace(config, prune=None)
+    with checkpoint_error(
+        f"prune=None forgets that the run began with parts that {tmp_path}/pruned.json "
+        "names; set prune as before; remove the file if no run began from it"
+    ):
+        pruned_start.recorded(forgetful)
+    save(tmp_path / "checkpoints", run.state, run)
+    # Step 0 of a run is made again whatever data is there by now.
+    again = pruned_start.decide(dataclasses.replace(config, seed=5))
+    assert again is not None and again.kept == recorded.kept
+    shallower = dataclasses.replace(NARROW, num_layers=2)
+    with checkpoint_error(
+        f"directory={str(tmp_path)!r} holds a run that began from other parts: sizes "
+        "of model differ; use the settings of the run, or another directory"
+    ):
+        pruned_start.decide(dataclasses.replace(config, model=shallower))
+    shutil.rmtree(tmp_path / "checkpoints")
     file = pathlib.Path(tmp_path, "pruned.json")
     record = json.loads(file.read_text())
     record["kept"]["layers"] = [1, 2, 3]
@@ -157,6 +180,85 @@ def test_the_choice_is_made_once(large, tmp_path, monkeypatch, caplog):
         "directory"
     ):
         start(NARROW, path, tmp_path)
+
+
+def test_a_choice_of_other_inputs_is_made_anew(large, tmp_path, monkeypatch, caplog):
+    """Fails if a start takes what other rows, weights or settings have measured."""
+    path, record = large[0], tmp_path / "pruned.json"
+    sizes = (4,), (16,), (4, 2), (4, 24), (4, 0)
+    scores = pruning.Importance(*(np.ones(x, np.float32) for x in sizes))
+    calls = []
+    monkeypatch.setattr(
+        pruned_start, "measure", lambda *given: calls.append(given) or scores
+    )
+    config = _config(NARROW, path, prune=Prune(), directory=str(tmp_path))
+
+    def decided(config):
+        caplog.clear()
+        pruned_start.decide(config)
+        return len(calls), caplog.messages[0]
+
+    def anew(names):
+        before = f"{record} is of an earlier start"
+        return f"{before}, and {names} differ: parts are chosen anew"
+
+    assert decided(config)[0] == 1
+    number, text = decided(dataclasses.replace(config, num_steps=7))
+    assert number == 1 and text.startswith("checkpoint.init_from=")
+    seeded = dataclasses.replace(config, seed=1)
+    assert decided(seeded) == (2, anew("rows (data or seed)"))
+    monkeypatch.setattr(pruned_start, "digest_start", lambda path: "of others")
+    assert decided(seeded) == (3, anew("the weights of checkpoint.init_from"))
+    half = load_config(seeded, "precision.compute_dtype=bfloat16")
+    assert decided(half) == (4, anew("precision.compute_dtype"))
+    shallower = dataclasses.replace(NARROW, num_layers=2)
+    even = dataclasses.replace(half, model=shallower, prune=Prune(layers=Even()))
+    assert decided(even) == (5, anew("sizes of model and prune"))
+
+
+class FewRows(SyntheticRows):
+    def __len__(self):
+        return 5
+
+
+def test_more_rows_than_the_data_has_are_refused(large, tmp_path, monkeypatch):
+    rows = FewRows(0, "train", 29, 8, 0)
+    monkeypatch.setattr(pruned_start, "open_rows", lambda config, split: rows)
+    with config_error(
+        "prune.num_rows=6 is more than the 5 rows of the train data; use 5 or fewer"
+    ):
+        start(NARROW, large[0], tmp_path, num_rows=6)
+
+
+def test_given_batches_measure_nothing_and_that_is_told(large, tmp_path, caplog):
+    """Fails if the rows of the settings are measured without a word."""
+    config = _config(NARROW, large[0], prune=Prune(), directory=str(tmp_path))
+    batch = {"tokens": np.zeros((8, 16), np.int32), "targets": np.ones((8, 16), int)}
+    devices = jax.devices()[:1]
+    given = make_model(config), None, None, batch, config
+    initialize.prepare(*given, replicated=(), cast=None, devices=devices)
+    checked_settings(config, None, None, [batch], None, devices)
+    expected = (
+        "prune: importance is measured on rows of data.source='synthetic', not on the "
+        "batches that are given; set data to rows like these, or keep layers by "
+        "prune.layers='even' or 'listed'"
+    )
+    assert caplog.messages.count(expected) == 2
+    checked_settings(config, None, None, None, None, devices)
+    even = dataclasses.replace(LARGE, num_layers=2)
+    config = dataclasses.replace(config, model=even, prune=Prune(layers=Even()))
+    checked_settings(config, None, None, [batch], None, devices)
+    assert caplog.messages.count(expected) == 2
+
+
+def test_a_model_of_the_user_has_no_parts_to_take(large):
+    config = _config(NARROW, large[0], prune=Prune())
+    model = dataclasses.replace(make_model(config), stack=None)
+    with config_error(
+        "prune='prune' takes parts of the built-in decoder, not of the model that was "
+        "given; leave it out, or give zjax.make_model(config)"
+    ):
+        check_model_acts(config, model)
 
 
 def test_experts_that_few_tokens_choose_are_taken_away(tmp_path):

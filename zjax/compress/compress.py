@@ -1,12 +1,9 @@
 """Compresses weights: checks, calibration, the output and the comparison."""
 
 import dataclasses
-import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from zjax.checkpoint.tokenizer import CheckpointTokenizer
 from zjax.compress.files import layout_of
@@ -24,7 +21,7 @@ from zjax.compress.report import Compared, describe_scores, plot_scores
 from zjax.compress.sizes import find_memory, sizes_of
 from zjax.compress.walk import BEFORE, Walk
 from zjax.config.check import rounding_rule_problems
-from zjax.data.draws import permute_rows
+from zjax.data.calibration import digest_batches, read_batches, row_problems
 from zjax.data.source import open_rows
 from zjax.errors import ConfigError, Problem, check_installed
 from zjax.processes import hold
@@ -33,8 +30,6 @@ from zjax.settings.schema import Config
 
 PICTURE = "size_and_loss.png"
 """Name of the picture in the output."""
-_PASS_TOKENS = 16_384
-"""Most tokens of a pass through a block."""
 _ROWS = "num_rows", "num_heldout_rows"
 
 
@@ -184,10 +179,8 @@ def _row_problems(config: Config, settings: Compress) -> Iterator[Problem]:
     for name, split in zip(_ROWS, ("train", "validation"), strict=True):
         if split == "train" and not settings.method.calibrates:
             continue
-        number, rows = getattr(settings, name), len(open_rows(config, split))
-        if rows < number:
-            problem = f"is more than the {rows} rows of the {split} data"
-            yield Problem(f"compress.{name}", number, problem, f"use {rows} or fewer")
+        number = {f"compress.{name}": getattr(settings, name)}
+        yield from row_problems(open_rows(config, split), number, split)
 
 
 def read_rows(
@@ -195,34 +188,18 @@ def read_rows(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Reads the batches to calibrate with, and held-out batches."""
     numbers = settings.num_rows, settings.num_heldout_rows
+    given = {"length": config.data.length, "seed": config.seed}
     calibration, heldout = (
-        read_batches(config, split, number)
+        read_batches(open_rows(config, split), number, **given)
         for split, number in zip(("train", "validation"), numbers, strict=True)
     )
     return calibration, heldout
-
-
-def read_batches(config: Config, split: str, number: int) -> list[dict[str, Any]]:
-    """Reads rows of a split in an order that depends on the seed, in equal batches."""
-    rows = open_rows(config, split)
-    places = np.arange(min(number, len(rows)), dtype=np.int64)
-    indices = permute_rows(places, len(rows), config.seed, epoch=0)
-    most = max(1, _PASS_TOKENS // config.data.length)
-    size = max(n for n in range(1, most + 1) if len(indices) % n == 0)
-    return [
-        {name: np.asarray(x) for name, x in rows.read(indices[i : i + size]).items()}
-        for i in range(0, len(indices), size)
-    ]
 
 
 def origin_of(
     opened: Opened, settings: Compress, batches: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Lists all that compressed blocks depend on."""
-    rows = hashlib.sha256()
-    for batch in batches:
-        for name, x in sorted(batch.items()):
-            rows.update(name.encode() + np.ascontiguousarray(x).tobytes())
     # Held-out rows change no block.
     read = dataclasses.replace(settings, num_heldout_rows=1)
     return {
@@ -231,5 +208,5 @@ def origin_of(
         "recipe": repr(read),
         "model": repr(opened.config.model),
         "dtype": opened.dtype,
-        "rows": rows.hexdigest(),
+        "rows": digest_batches(batches),
     }

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zjax.checkpoint.contents import digest_files, digest_step
 from zjax.checkpoint.start import find_config, open_source, open_weights
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.sums import SUMS_FILE
 from zjax.config.load import saved_config
 from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
@@ -23,7 +23,6 @@ from zjax.settings.schema import Config
 from zjax.sharding.placement import abstract_key
 from zjax.train.average import Part
 from zjax.weights import huggingface, layers
-from zjax.weights.config_json import CONFIG_NAME
 from zjax.weights.files import tensor_name
 from zjax.weights.source import Entry, Source, cached, check_same, name_leaves
 
@@ -105,17 +104,8 @@ def open_run(config: Config, part: str, step: int) -> tuple[Opened, Part]:
     name = f"{chosen} of step {step} in {config.directory}"
     opened = _opened(config, cached(source), name)
     learned = None if saved.lora else saved.quantize
-    files = _digest_step(store.path(step))
+    files = digest_step(store.path(step))
     return dataclasses.replace(opened, files=files, learned=learned), chosen
-
-
-def _digest_step(folder: pathlib.Path) -> str:
-    """Digests the checksums of a checkpoint, or the times of files without them."""
-    path = folder / SUMS_FILE
-    if not path.exists():
-        return _digest_times([x for x in folder.rglob("*") if x.is_file()])
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_huggingface(config: Config) -> Opened:
@@ -128,20 +118,7 @@ def open_huggingface(config: Config) -> Opened:
         return huggingface.adapted(source, wanted, config_json, *shape)
 
     opened = _opened(config, open_source(directory), directory, adapt)
-    return dataclasses.replace(opened, files=_digest_files(pathlib.Path(directory)))
-
-
-def _digest_files(place: pathlib.Path) -> str:
-    """Digests what tells whether a Hugging Face checkpoint has changed."""
-    patterns = "*.safetensors", "*.safetensors.index.json", CONFIG_NAME
-    files = [place] if place.is_file() else [x for p in patterns for x in place.glob(p)]
-    return _digest_times(files)
-
-
-def _digest_times(files: list[pathlib.Path]) -> str:
-    """Digests names, sizes and times of files."""
-    found = [(x.name, x.stat().st_size, x.stat().st_mtime_ns) for x in sorted(files)]
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+    return dataclasses.replace(opened, files=digest_files(pathlib.Path(directory)))
 
 
 def open_source_of(

@@ -19,6 +19,7 @@ from zjax.models.rounded import round_params
 from zjax.optim.build import with_clipping_as_set
 from zjax.run.batch import with_batch_sizes
 from zjax.run.build import Run, start_run, unread_schedule
+from zjax.run.pruned_start import note_given_batches
 from zjax.run.without_effect import check_axes, check_has_effect
 from zjax.settings.axes import close_axes
 from zjax.settings.derived import is_offered
@@ -140,6 +141,7 @@ def prepare(
         total = with_batch_sizes(config, len(devices)).global_batch_size
     config = _with_rows(config, num_rows, total)
     check_has_effect(config, model)
+    note_given_batches(config)
     _check_loss(model, loss_fn)
     user_model = model
     if loss_fn is not None:

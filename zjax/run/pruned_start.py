@@ -3,19 +3,19 @@
 import dataclasses
 import hashlib
 import json
-import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from absl import logging
 
 from zjax.checkpoint import start as weights
+from zjax.checkpoint.contents import digest_start
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
 from zjax.config.load import saved_config
+from zjax.data import calibration
 from zjax.data.source import open_rows
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.files import (
@@ -38,8 +38,6 @@ from zjax.weights.source import Entry, Source, name_leaves
 
 NAME = "pruned.json"
 """File in the directory of a run that records what the run started from."""
-_MAX_TOKENS = 8_192
-"""Tokens of a measured batch, which bounds the activations in memory."""
 
 
 class PrunedStart(NamedTuple):
@@ -57,39 +55,33 @@ class PrunedStart(NamedTuple):
 
 
 def decide(config: Config) -> PrunedStart | None:
-    """Chooses the parts that start a new run, once for each directory and its settings.
+    """Chooses the parts that start a new run, once for each directory and its inputs.
+
+    A choice that an earlier start made of other settings, rows or weights is made anew.
 
     Raises:
-        ConfigError: The model of the run is not a smaller form of the larger model.
-        CheckpointError: `checkpoint.init_from` does not describe its model, or the
-            record of an earlier choice is damaged.
+        ConfigError: The model of the run is not a smaller form of the larger model, or
+            the data has too few rows.
+        CheckpointError: `checkpoint.init_from` does not describe its model; the record
+            of an earlier choice is damaged, or is of a run of other parts.
         OutputError: The record cannot be written.
     """
     settings = config.prune
     if settings is None:
         return None
+    if Store(str(_path(config).parent / "checkpoints")).latest() is not None:
+        return _start_of_run(config)
     large = _large_config(config)
     path, shape = config.checkpoint.init_from, large.model
-    if problems := pruning.misfits(shape, config.model, settings, path):
+    problems = pruning.misfits(shape, config.model, settings, path)
+    if not problems and pruning.measures(shape, config.model, settings):
+        number = {"prune.num_rows": settings.num_rows}
+        rows = open_rows(config, "train")
+        problems += calibration.row_problems(rows, number, "train")
+    if problems:
         raise ConfigError(*problems)
-    asked = _plain(
-        {
-            "init_from": path,
-            "large": mappings.to_mapping(shape),
-            "model": mappings.to_mapping(config.model),
-            "prune": mappings.to_mapping(settings),
-        }
-    )
-
-    def choose() -> dict[str, Any]:
-        known = _read(config) if _path(config).exists() else {}
-        if known.get("asked") == asked:
-            return known["kept"]
-        kept = _choose(config, settings, large)
-        _write(config, {"asked": asked, "kept": kept})
-        return kept
-
-    start = PrunedStart(large, _kept_of(compute_once(choose)))
+    kept = compute_once(lambda: _known_or_chosen(config, settings, large))
+    start = PrunedStart(large, _kept_of(kept))
     if jax.process_index() == 0:
         logging.warning("%s", _describe(start, config))
     return start
@@ -99,13 +91,104 @@ def recorded(config: Config) -> PrunedStart | None:
     """Reads what a resumed run started from; nothing is measured again.
 
     Raises:
-        CheckpointError: The record is missing or damaged.
+        CheckpointError: The record is missing or damaged, or the settings deny it.
     """
     if config.prune is None:
+        path = _path(config)
+        if compute_once(path.exists):
+            problem = f"forgets that the run began with parts that {path} names"
+            remedy = "set prune as before; remove the file if no run began from it"
+            raise CheckpointError(Problem("prune", None, problem, remedy))
         return None
+    return _start_of(config, compute_once(lambda: _read(config)))
+
+
+def note_given_batches(config: Config) -> None:
+    """Logs, until a start is recorded, that no given batches measure importance."""
+    if config.prune is None or _path(config).exists() or jax.process_index():
+        return
+    large = _large_config(config).model
+    if pruning.measures(large, config.model, config.prune):
+        text = "prune: importance is measured on rows of data.source=%r, not on the "
+        text += "batches that are given; set data to rows like these, or keep layers "
+        text += "by prune.layers='even' or 'listed'"
+        logging.warning(text, config.data.source)
+
+
+def _start_of_run(config: Config) -> PrunedStart:
+    """Returns what a run with checkpoints started from, to make step 0 again."""
+    assert config.prune is not None
     found = compute_once(lambda: _read(config))
+    start = _start_of(config, found)
+    asked = _asked(config, config.prune, start.large)
+    others = [x for x in ("sizes", "prune") if found["asked"].get(x) != asked[x]]
+    if others:
+        names = " and ".join(_NAMES[x] for x in others)
+        problem = f"holds a run that began from other parts: {names} differ"
+        remedy = "use the settings of the run, or another directory"
+        raise CheckpointError(Problem("directory", config.directory, problem, remedy))
+    return start
+
+
+def _start_of(config: Config, found: Mapping[str, Any]) -> PrunedStart:
+    """Makes the start of a record."""
     large = convert.from_mapping(schema.Model, found["asked"]["large"])
     return PrunedStart(_with_model(config, large), _kept_of(found["kept"]))
+
+
+_NAMES = {
+    "init_from": "checkpoint.init_from",
+    "large": "the model of checkpoint.init_from",
+    "sizes": "sizes of model",
+    "prune": "prune",
+    "weights": "the weights of checkpoint.init_from",
+    "dtype": "precision.compute_dtype",
+    "rows": "rows (data or seed)",
+}
+"""Names of the inputs of a choice in messages."""
+
+
+def _asked(config: Config, settings: prune.Prune, large: Config) -> dict[str, Any]:
+    """Lists the settings that a choice depends on."""
+    sizes = pruning.sizes(large.model, config.model)
+    return _plain(
+        {
+            "init_from": config.checkpoint.init_from,
+            "large": mappings.to_mapping(large.model),
+            "sizes": {name: small for name, (_, small) in sizes.items()},
+            "prune": mappings.to_mapping(settings),
+        }
+    )
+
+
+def _known_or_chosen(
+    config: Config, settings: prune.Prune, large: Config
+) -> dict[str, Any]:
+    """Returns the kept parts of the record, or chooses and records them."""
+    asked, batches = _asked(config, settings, large), []
+    if pruning.measures(large.model, config.model, settings):
+        batches = calibration.read_batches(
+            open_rows(config, "train"),
+            settings.num_rows,
+            length=config.data.length,
+            seed=config.seed,
+        )
+        asked |= {
+            "weights": digest_start(config.checkpoint.init_from),
+            "dtype": config.precision.compute_dtype,
+            "rows": calibration.digest_batches(batches),
+        }
+    known = _read(config) if _path(config).exists() else {}
+    before = known.get("asked", asked)
+    if others := [x for x in _NAMES if before.get(x) != asked.get(x)]:
+        names = " and ".join(_NAMES[x] for x in others)
+        text = "%s is of an earlier start, and %s differ: parts are chosen anew"
+        logging.warning(text, _path(config), names)
+    elif known:
+        return known["kept"]
+    kept = _choose(config, settings, large, batches)
+    _write(config, {"asked": asked, "kept": kept})
+    return kept
 
 
 def _write(config: Config, record: Mapping[str, Any]) -> None:
@@ -149,19 +232,17 @@ def _describe(start: PrunedStart, config: Config) -> str:
     return f"checkpoint.init_from={path!r} is pruned: {'; '.join(parts)} stay"
 
 
-def _choose(config: Config, settings: prune.Prune, large: Config) -> dict[str, Any]:
-    """Measures the larger model if needed; returns the kept parts as a mapping."""
+def _choose(
+    config: Config, settings: prune.Prune, large: Config, batches: Sequence[Batch]
+) -> dict[str, Any]:
+    """Measures the larger model on batches if any; returns the kept parts."""
     importance = None
-    if pruning.measures(large.model, config.model, settings):
+    if batches:
         opened = weights.open_source(config.checkpoint.init_from)
         source = layers.untiled(_renamed(opened, large, config))
         source = layers.restacked(source, list(layers.stack_all(source.entries)))
-        importance = measure(
-            make_model(large),
-            source,
-            [*_batches(config, settings.num_rows)],
-            jax.numpy.dtype(config.precision.compute_dtype),
-        )
+        dtype = jax.numpy.dtype(config.precision.compute_dtype)
+        importance = measure(make_model(large), source, batches, dtype)
     kept = pruning.choose(large.model, config.model, settings, importance)
     return _plain(dataclasses.asdict(kept))
 
@@ -169,18 +250,6 @@ def _choose(config: Config, settings: prune.Prune, large: Config) -> dict[str, A
 def _plain(value: Any) -> Any:
     """Returns a value as JSON reads it back."""
     return json.loads(json.dumps(value))
-
-
-def _batches(config: Config, num_rows: int) -> Iterator[Batch]:
-    """Yields the first training rows in batches of equal shapes."""
-    rows = open_rows(config, "train")
-    num_rows = min(num_rows, len(rows))
-    size = math.gcd(num_rows, max(1, _MAX_TOKENS // config.data.length))
-    for first in range(0, num_rows, size):
-        batch = rows.read(np.arange(first, first + size))
-        yield {
-            x: batch[x] for x in ("tokens", "segment_ids", "positions") if x in batch
-        }
 
 
 def _large_config(config: Config) -> Config:

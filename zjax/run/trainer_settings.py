@@ -19,6 +19,7 @@ from zjax.optim.build import with_clipping_as_set
 from zjax.optim.precision import describe_precision
 from zjax.run.batch import with_batch_sizes
 from zjax.run.build import Run
+from zjax.run.pruned_start import note_given_batches
 from zjax.schedule.lengths import CUTS, end_by_tokens
 from zjax.schedule.pacing import tokens_that_end
 from zjax.settings import choices
@@ -76,6 +77,8 @@ def checked_settings(
     if config.precision.matmul_dtype == "float8":
         matmul.check_device(devices[0])
     check_sinks(config.observe)
+    if batches is not None:
+        note_given_batches(config)
     return with_batch_sizes(config, len(devices))
 
 

@@ -139,7 +139,11 @@ def _read_by_trainer(config: schema.Config) -> list[Problem]:
 
 
 def check_model_acts(config: schema.Config, model: Model) -> None:
-    """Refuses `lora` and `quantize` that the functions of a model do not read."""
+    """Refuses starts and changes of weights that the functions of a model lack."""
+    if config.prune and (model.stack is None or model.stack.continuation is None):
+        problem = "takes parts of the built-in decoder, not of the model that was given"
+        remedy = "leave it out, or give zjax.make_model(config)"
+        raise ConfigError(Problem("prune", "prune", problem, remedy))
     if config.lora:
         check_adapters(config.lora, model)
     if config.quantize:

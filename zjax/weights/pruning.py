@@ -154,7 +154,7 @@ def _different(
 
 def _larger(large: schema.Model, small: schema.Model, path: str) -> Iterator[Problem]:
     """Yields sizes above the larger model's, and a model that is not smaller at all."""
-    pairs = _sizes(large, small)
+    pairs = sizes(large, small)
     for name, (theirs, ours) in pairs.items():
         if ours > theirs:
             problem = f"is more than the {theirs} of checkpoint.init_from={path!r}"
@@ -212,8 +212,8 @@ def _without_number(moe: schema.MoE | None) -> schema.MoE | None:
     return dataclasses.replace(moe, num_experts=8) if moe else None
 
 
-def _sizes(large: schema.Model, small: schema.Model) -> dict[str, tuple[int, int]]:
-    """Pairs of sizes, larger model first, by the name of the setting."""
+def sizes(large: schema.Model, small: schema.Model) -> dict[str, tuple[int, int]]:
+    """Returns pairs of sizes, larger model first, by the name of the setting."""
     pairs = {x: (int(getattr(large, x)), int(getattr(small, x))) for x in _SIZES}
     if large.moe:
         del pairs["mlp_size"]  # no layer reads it
@@ -222,7 +222,7 @@ def _sizes(large: schema.Model, small: schema.Model) -> dict[str, tuple[int, int
 
 
 def _is_narrower(large: schema.Model, small: schema.Model) -> bool:
-    pairs = _sizes(large, small)
+    pairs = sizes(large, small)
     del pairs["num_layers"]
     return any(ours < theirs for theirs, ours in pairs.values())
 
