@@ -1,9 +1,11 @@
-"""What `compression_training` means: rules of rounding, and refusals with a remedy."""
+"""What `compression_training` means: rules of rounding, kept layers, and refusals."""
 
 import pytest
 
+from tests.support.refusals import config_error
 from zjax import deepspeed
-from zjax.config import load_config
+from zjax.config import check_config, load_config
+from zjax.settings.prune import Listed, Prune
 from zjax.settings.quantize import Rule
 
 
@@ -45,30 +47,102 @@ def test_rounding_of_all_modules_is_a_rule(weights, activations, expected):
     )
 
 
+REDUCTION = {
+    "enabled": True,
+    "keep_number_layer": 3,
+    "module_name_prefix": "transformer.h",
+    "teacher_layer": [1, 3, 5],
+    "other_module_name": ["transformer.wte", "transformer.ln_f"],
+}
+REMEDIES = {
+    "sparse": "leave it out: no masks of weights are trained",
+    "row": "leave it out; prune takes hidden channels away where model.mlp_size is "
+    "smaller",
+    "head": "leave it out; prune takes heads away where model.num_heads and "
+    "model.num_kv_heads are smaller",
+    "channel": "leave it out: no channels of convolutions are taken",
+}
+
+
+def pruning(is_on):
+    group = {"params": {"dense_ratio": 0.5, "num_heads": 12}, "modules": ["output"]}
+    return {
+        f"{name}_pruning": {
+            "shared_parameters": {"enabled": is_on, "method": "topk"},
+            "different_groups": {"one": group},
+        }
+        for name in REMEDIES
+    }
+
+
 def test_sections_that_are_off_mean_nothing():
     off = {"shared_parameters": {"enabled": False}}
-    found = convert(weight_quantization=off, sparse_pruning=off)
+    reduction = REDUCTION | {"enabled": False}
+    given = pruning(False) | {"layer_reduction": reduction}
+    found = convert(weight_quantization=off, **given)
     assert not found.problems()
-    assert load_config({}, found.settings).quantize is None
+    rows = [row for row in found.rows if row.key.startswith("compression_training")]
+    assert {row.verdict for row in rows} == {"not needed"} and len(rows) == 26
+    config = load_config({}, found.settings)
+    assert config.quantize is None and config.prune is None
 
 
-PRUNING = "leave it out: zjax prunes no matrices"
-ON = {"shared_parameters": {"enabled": True}}
+def test_pruning_of_matrices_is_refused_by_name():
+    found = [str(problem) for problem in convert(**pruning(True)).problems()]
+    assert found == [
+        f"compression_training.{name}_pruning='5 keys' is not supported; {remedy}"
+        for name, remedy in REMEDIES.items()
+    ]
+
+
+@pytest.mark.parametrize("left_out", ["", "keep_number_layer"])
+def test_kept_layers_are_a_start_from_the_teacher(left_out):
+    given = {name: x for name, x in REDUCTION.items() if name != left_out}
+    found = convert(layer_reduction=given)
+    assert not found.problems()
+    config = load_config({}, found.settings)
+    assert config.prune == Prune(layers=Listed(numbers=(1, 3, 5)))
+    assert config.model.num_layers == 3
+    with config_error(
+        "checkpoint.init_from='' names no larger model to start from; give the "
+        "directory of a run or of a Hugging Face checkpoint"
+    ):
+        check_config(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (
+            {"teacher_layer": [3, 1, 5]},
+            "teacher_layer=[3, 1, 5] copies layers in another order, and prune keeps "
+            "the teacher's; sort them, each once",
+        ),
+        (
+            {"teacher_layer": [1, "3", 5]},
+            "teacher_layer=[1, '3', 5] lists no numbers; write whole numbers",
+        ),
+        (
+            {"teacher_layer": None},
+            "teacher_layer=None is missing; name the layers to keep",
+        ),
+        (
+            {"keep_number_layer": 4},
+            "keep_number_layer=4 is not the number of layers of teacher_layer, 3; use "
+            "3",
+        ),
+    ],
+)
+def test_layers_that_no_start_keeps_are_refused(changed, expected):
+    found = convert(layer_reduction=REDUCTION | changed)
+    (problem,) = found.problems()
+    assert str(problem) == f"compression_training.layer_reduction.{expected}"
+    assert "prune.layers.numbers" not in found.settings
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (
-            {"layer_reduction": {"enabled": True}},
-            "compression_training.layer_reduction='1 keys' is not supported; leave it "
-            "out; set checkpoint.init_from to the teacher, model.num_layers to "
-            "keep_number_layer and prune.layers.numbers to teacher_layer",
-        ),
-        (
-            {"head_pruning": ON},
-            "compression_training.head_pruning='1 keys' is not supported; " + PRUNING,
-        ),
         (
             {"weights": ({"rounding": "stochastic"}, bits(8))},
             "compression_training.weight_quantization.shared_parameters.rounding="

@@ -1,19 +1,18 @@
-"""Sections of `compression_training`: rules of rounding, and refusals by name."""
+"""Sections of `compression_training`: rules of rounding, kept layers, and refusals."""
 
 from typing import Any
 
-from zjax.deepspeed.table import Meanings, Section, Values, derived, refusal
+from zjax.deepspeed.table import If, Meanings, Section, Values, derived, refusal
 
 PATH = "compression_training"
 WEIGHTS, ACTIVATIONS = "weight_quantization", "activation_quantization"
-_PRUNING = "leave it out: zjax prunes no matrices"
 REMEDIES = {
-    f"{PATH}.layer_reduction": "leave it out; set checkpoint.init_from to the teacher, "
-    "model.num_layers to keep_number_layer and prune.layers.numbers to teacher_layer",
-    f"{PATH}.sparse_pruning": _PRUNING,
-    f"{PATH}.row_pruning": _PRUNING,
-    f"{PATH}.head_pruning": _PRUNING,
-    f"{PATH}.channel_pruning": _PRUNING,
+    f"{PATH}.sparse_pruning": "leave it out: no masks of weights are trained",
+    f"{PATH}.row_pruning": "leave it out; prune takes hidden channels away where "
+    "model.mlp_size is smaller",
+    f"{PATH}.head_pruning": "leave it out; prune takes heads away where "
+    "model.num_heads and model.num_kv_heads are smaller",
+    f"{PATH}.channel_pruning": "leave it out: no channels of convolutions are taken",
 }
 """Remedies of sections that are refused if they are on."""
 _RULES = "give quantize.rules with paths of zjax, such as blocks/attention/query"
@@ -114,7 +113,45 @@ def _rest(values: Values) -> Meanings | str:
     }
 
 
+def _layers(values: Values) -> Meanings | str:
+    """Meanings of `layer_reduction`, as a start from some layers of a larger model."""
+    numbers, kept = values["teacher_layer"], values["keep_number_layer"]
+    refused: Meanings = {}
+    if not numbers:
+        refused["teacher_layer"] = refusal("name the layers to keep", "is missing")
+    elif [*map(type, numbers)].count(int) < len(numbers):
+        refused["teacher_layer"] = refusal("write whole numbers", "lists no numbers")
+    elif numbers != sorted({*numbers}):
+        problem = "copies layers in another order, and prune keeps the teacher's"
+        refused["teacher_layer"] = refusal("sort them, each once", problem)
+    if numbers and values.given("keep_number_layer") and kept != len(numbers):
+        problem = f"is not the number of layers of teacher_layer, {len(numbers)}"
+        refused["keep_number_layer"] = refusal(f"use {len(numbers)}", problem)
+    teacher = "set checkpoint.init_from to the teacher, which DeepSpeed takes in code"
+    settings = {
+        "prune.layers": "listed",
+        "prune.layers.numbers": (*numbers,),
+        "model.num_layers": len(numbers),
+    }
+    return {
+        "enabled": derived(teacher, {} if refused else settings),
+        "teacher_layer": "prune.layers.numbers has them",
+        "keep_number_layer": "model.num_layers has it",
+        "module_name_prefix": "a built-in decoder has one list of layers",
+        "other_module_name": "all weights outside of the layers are the teacher's, too",
+        **refused,
+    }
+
+
+_REDUCTION = {
+    "enabled": If(None),
+    "keep_number_layer": 0,
+    "module_name_prefix": "",
+    "teacher_layer": [],
+    "other_module_name": [],
+}
 SECTIONS = (
     Section(PATH, read=_rounding),
+    Section(f"{PATH}.layer_reduction", _REDUCTION, _layers, off="it is off"),
     *(Section(f"{PATH}.{name}", read=_rest) for name in (WEIGHTS, ACTIVATIONS)),
 )
