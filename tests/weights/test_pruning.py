@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 
@@ -13,6 +14,9 @@ import safetensors.numpy
 from tests.support import language
 from tests.support.refusals import checkpoint_error, config_error
 from tests.weights.test_growth import make_config, start_mixture
+from zjax.checkpoint.contents import digest_start
+from zjax.checkpoint.export import export_huggingface
+from zjax.checkpoint.store import Store
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.data.source import SyntheticRows
@@ -111,11 +115,15 @@ NARROW = dataclasses.replace(
 )
 
 
-def test_what_does_nothing_is_taken_away(large, tmp_path):
+@pytest.fixture(scope="module")
+def narrow(large, tmp_path_factory):
+    """Weights that start from parts of the larger run."""
+    return weights_of(start(NARROW, large[0], tmp_path_factory.mktemp("narrow")))
+
+
+def test_what_does_nothing_is_taken_away(large, narrow):
     """Fails if importance ranks layers, channels or heads of zeros above others."""
-    path, weights = large
-    run = start(NARROW, path, tmp_path)
-    found = weights_of(run)
+    weights, found = large[1], narrow
     layers = [x for x in range(4) if x != DEAD_LAYER]
     channels = [x for x in range(16) if x not in DEAD_CHANNELS]
     hidden = [x for x in range(24) if x not in DEAD_HIDDEN]
@@ -136,6 +144,19 @@ def test_what_does_nothing_is_taken_away(large, tmp_path):
     np.testing.assert_array_equal(found["embedding/tokens"], table)
     number = 2 * 29 * 12 + 12 + 3 * (2 * 12 + 12 * 4 * (2 + 1 + 1 + 2) + 3 * 12 * 16)
     assert sum(x.size for x in found.values()) == number
+
+
+def test_a_hugging_face_directory_starts_what_the_run_starts(large, narrow, tmp_path):
+    """Fails if another layout is measured, or other parts are read."""
+    folder = tmp_path / "hf"
+    export_huggingface(Store(f"{large[0]}/checkpoints"), str(folder))
+    before = digest_start(str(folder))
+    found = weights_of(start(NARROW, str(folder), tmp_path / "run"))
+    jax.tree.map(np.testing.assert_array_equal, found, narrow)
+    assert digest_start(str(folder)) == before
+    (file,) = folder.glob("*.safetensors")
+    os.utime(file, ns=(0, 0))
+    assert digest_start(str(folder)) != before
 
 
 def test_the_choice_is_made_once(large, tmp_path, monkeypatch, caplog):
