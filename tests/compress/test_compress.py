@@ -444,8 +444,8 @@ def test_all_problems_are_told_before_anything_is_computed(tmp_path, monkeypatch
         compress_weights(opened, str(tmp_path / "out"), tokenizer_of("llama"))
     text = str(error.value)
     assert (
-        "compress.rules[0].pattern='nothing' decides about no layer; use a pattern "
-        "found in blocks/attention/key, or leave it out"
+        "compress.rules[0].pattern='nothing' matches no linear layer; layers look like "
+        "blocks/attention/key, blocks/attention/out, blocks/attention/query"
     ) in text
     assert "compress.rules=2 round no weights; give a rule with weights such" in text
     assert (

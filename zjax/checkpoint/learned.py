@@ -54,10 +54,7 @@ class Layout(NamedTuple):
 
 HUGGINGFACE: Mapping[str, Layout] = {
     "mxfp4": Layout("mxfp4", Rule.MX_GROUP, "/experts/")
-} | {
-    name: Layout(scheme.dtype.removesuffix("_e4m3fn"), scheme.group)
-    for name, scheme in SCHEMES.items()
-}
+} | {name: Layout(scheme.weights, scheme.group) for name, scheme in SCHEMES.items()}
 """Codes of the layouts of `--format=hf`."""
 _TYPES = {"q8_0": "int8", "mxfp4": "mxfp4"}
 # Other types of blocks have a zero point, or map the largest value to -8 or -16.

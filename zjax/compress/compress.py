@@ -21,6 +21,7 @@ from zjax.compress.report import Compared, describe_scores, plot_scores
 from zjax.compress.sizes import find_memory, sizes_of
 from zjax.compress.walk import BEFORE, Walk
 from zjax.config.check import rounding_rule_problems
+from zjax.config.quantize_rules import unused_rule_problems
 from zjax.data.calibration import digest_batches, read_batches, row_problems
 from zjax.data.source import open_rows
 from zjax.errors import ConfigError, Problem, check_installed
@@ -127,13 +128,7 @@ def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Pro
         return
     paths = layers_of(opened.decoder)
     chosen = {path: rule_of(settings, path) for path in paths}
-    used = {id(rule) for rule in chosen.values()}
-    for number, rule in enumerate(settings.rules):
-        field = f"compress.rules[{number}]"
-        if id(rule) not in used:
-            problem = "decides about no layer"
-            remedy = f"use a pattern found in {next(iter(paths))}, or leave it out"
-            yield Problem(f"{field}.pattern", rule.pattern, problem, remedy)
+    yield from unused_rule_problems("compress.rules", settings.rules, paths)
     if not any(rule and rule.weights != "compute" for rule in chosen.values()):
         problem, remedy = "round no weights", "give a rule with weights such as int4"
         yield Problem("compress.rules", len(settings.rules), problem, remedy)

@@ -26,9 +26,8 @@ class Grid(NamedTuple):
     def scales(self, kernel: Float[Array, "K M"]) -> Float[Array, "groups M"]:
         """Returns the scale of each group, float32 with the precision of `dtype`."""
         kernel = kernel.astype(jnp.float32)
-        found = rounding.scales_of(kernel, self.weights, self.group_size)
-        tiny = float(jnp.finfo(self.dtype).tiny)
-        return jnp.maximum(found, tiny).astype(self.dtype).astype(jnp.float32)
+        given = self.weights, self.group_size, self.dtype
+        return rounding.scales_of(kernel, *given).astype(jnp.float32)
 
     def nearest(
         self, values: Float[Array, "K M"], scales: Float[Array, "groups M"]

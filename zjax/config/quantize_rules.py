@@ -1,11 +1,11 @@
 """Checks the rules of rounding, and settings that would undo or hide rounding."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from zjax.errors import Problem
 from zjax.settings import choices, schema
-from zjax.settings.quantize import Rule
+from zjax.settings.quantize import Quantize, Rule
 
 _LEAVE = "leave quantize out"
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -48,6 +48,30 @@ def rule_problems(path: str, rule: Rule) -> Iterator[Problem]:
         problem = f"has no products with weights={weights!r}"
         remedy = "use 'compute', or weights='int4'"
         yield Problem(f"{path}.activations", rule.activations, problem, remedy)
+
+
+def unused_rule_problems(
+    field: str, rules: Sequence[Rule], paths: Collection[str]
+) -> Iterator[Problem]:
+    """Yields rules that are the first to match for no linear layer.
+
+    Args:
+        field: Name of the rules in messages.
+        rules: Rules, of which the first that matches decides.
+        paths: Paths of the linear layers.
+    """
+    used = [Quantize(rules=tuple(rules)).rule_of(path) for path in paths]
+    remedy = "give a model with linear layers"
+    if paths:
+        remedy = f"layers look like {', '.join([*paths][:3])}"
+    for number, rule in enumerate(rules):
+        name = f"{field}[{number}].pattern"
+        if not any(map(rule.matches, paths)):
+            yield Problem(name, rule.pattern, "matches no linear layer", remedy)
+        elif rule not in used or rule in rules[:number]:
+            problem = "matches no layer that an earlier rule leaves"
+            order = "put it before, or leave it out"
+            yield Problem(name, rule.pattern, problem, order)
 
 
 def rounded_model_problems(

@@ -7,7 +7,7 @@ are rounded and the adapters are not, as in the QAT of torchao with LoRA.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
 
+from zjax.config.quantize_rules import unused_rule_problems
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.models.mixture import Matrix
@@ -65,24 +66,9 @@ def rounded_layers(module: nnx.Module) -> dict[str, Any]:
     }
 
 
-def check_patterns(paths: Iterable[str], settings: Quantize) -> None:
+def check_patterns(paths: Collection[str], settings: Quantize) -> None:
     """Refuses rules that are the first to match for no linear layer."""
-    paths = list(paths)
-    used = [settings.rule_of(path) for path in paths]
-    remedy = "give a model with linear layers"
-    if paths:
-        remedy = f"layers look like {', '.join(paths[:3])}"
-    problems = []
-    for number, rule in enumerate(settings.rules):
-        field = f"quantize.rules[{number}].pattern"
-        if not any(map(rule.matches, paths)):
-            problem = "matches no linear layer"
-            problems.append(Problem(field, rule.pattern, problem, remedy))
-        elif rule not in used or rule in settings.rules[:number]:
-            problem = "matches no layer that an earlier rule leaves"
-            order = "put it before, or leave it out"
-            problems.append(Problem(field, rule.pattern, problem, order))
-    if problems:
+    if problems := [*unused_rule_problems("quantize.rules", settings.rules, paths)]:
         raise ConfigError(*problems)
 
 

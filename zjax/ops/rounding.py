@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from zjax.errors import check_installed
@@ -52,8 +53,39 @@ def group_size(depth: int, most: int) -> int:
     return max(n for n in range(1, min(depth, most) + 1) if depth % n == 0)
 
 
+def scales_to(largest: Any, weights: Weights, dtype: Any) -> Any:
+    """Returns the scales that map the largest magnitudes of groups to the last code.
+
+    Args:
+        largest: Largest magnitude of each group, of NumPy or JAX.
+        weights: Type of the codes; not `compute`.
+        dtype: Dtype of the scales.
+
+    Returns:
+        Magnitudes over the last code, an array of the same library; mxfp4 rounds up to
+        a power of two. Positive, and finite where the magnitudes are.
+
+    Example:
+        >>> scales_to(np.array([14.0, 0.0]), "int4", np.float16).tolist()
+        [2.0, 6.103515625e-05]
+        >>> scales_to(jnp.array([14.0, 12.0]), "mxfp4", jnp.bfloat16).tolist()
+        [4.0, 2.0]
+    """
+    xp: Any = jnp if isinstance(largest, jax.Array) else np
+    exact = scales = largest.astype(np.float32) / np.float32(_LAST[weights])
+    if weights == "mxfp4":
+        # A logarithm would round, and double the scale of exact powers.
+        mantissa, exponent = xp.frexp(exact)
+        scales = xp.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+    limits = jnp.finfo(dtype)
+    # A group of zeros would divide 0 by 0; float16 ends at 65,504.
+    scales = xp.clip(scales, float(limits.tiny), float(limits.max))
+    # Weights that are not finite stay so.
+    return xp.where(xp.isfinite(exact), scales, exact).astype(dtype)
+
+
 def scales_of(
-    x: Float[Array, "K M"], weights: Weights, most: int
+    x: Float[Array, "K M"], weights: Weights, most: int, dtype: Any = None
 ) -> Float[Array, "groups M"]:
     """Returns the scale of each group of up to `most` inputs, for each output.
 
@@ -61,18 +93,15 @@ def scales_of(
         x: Matrix, inputs first.
         weights: Type of the codes; not `compute`.
         most: Most inputs that share a scale, at least 0; 0 is all inputs.
+        dtype: Dtype of the scales; None for the dtype of `x`.
 
     Returns:
-        Largest magnitude of each group over the last code, in the dtype of `x`; mxfp4
-        rounds up to a power of two. Never 0.
+        Scales of `scales_to`.
     """
     depth, columns = x.shape
     grouped = x.reshape(-1, group_size(depth, most), columns)
-    scales = jnp.abs(grouped).max(axis=1).astype(jnp.float32) / _LAST[weights]
-    if weights == "mxfp4":
-        scales = _power_of_two_above(scales)
-    # A group of zeros would divide 0 by 0.
-    return jnp.maximum(scales, jnp.finfo(x.dtype).tiny).astype(x.dtype)
+    largest = jnp.abs(grouped).max(axis=1)
+    return scales_to(largest, weights, x.dtype if dtype is None else dtype)
 
 
 def codes_of(
@@ -260,14 +289,6 @@ def _levels(codes: Array) -> Array:
     """Returns the levels of nf4 that codes stand for, float32."""
     qwix, scale = _qwix(), jnp.ones([1] * codes.ndim, jnp.float32)
     return qwix.dequantize(qwix.QArray(codes, scale, None, "nf4"))
-
-
-def _power_of_two_above(x: Array) -> Array:
-    """Returns the smallest power of two that is no smaller than each float32."""
-    # A logarithm would round, and double the scale of exact powers.
-    mantissa, exponent = jnp.frexp(x)
-    power = jnp.ldexp(jnp.float32(1), exponent - (mantissa == 0.5))
-    return jnp.where(jnp.isfinite(x), power, x)
 
 
 def _qwix() -> Any:

@@ -13,10 +13,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from zjax.settings.quantize import Weights
 from zjax.weights.source import Entry
 
 METHOD = "compressed-tensors"
 """`quant_method` of a config.json."""
+_WEIGHTS: Mapping[str, Weights] = {
+    "int4": "int4",
+    "int8": "int8",
+    "float8_e4m3fn": "float8",
+}
+"""Types of codes by dtype."""
 _WORD = 32
 """Bits of an integer that holds packed codes."""
 
@@ -41,6 +48,11 @@ class Scheme:
     def is_integer(self) -> bool:
         """Whether codes are integers."""
         return self.dtype.startswith("int")
+
+    @property
+    def weights(self) -> Weights:
+        """Type of the codes, as rules of rounding name it."""
+        return _WEIGHTS[self.dtype]
 
     @property
     def is_packed(self) -> bool:

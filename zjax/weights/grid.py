@@ -1,4 +1,4 @@
-"""Scales and codes of weights: rounded to nearest, or recovered from a grid."""
+"""Recovers the scales and codes of weights that lie on a grid."""
 
 from collections.abc import Callable
 
@@ -9,23 +9,6 @@ from zjax.errors import CheckpointError, Problem
 
 _SLACK = 4
 """Roundings of a weight and of a quotient that count as exact."""
-
-
-def largest_scales(groups: np.ndarray, last: float, dtype: str) -> np.ndarray:
-    """Scales that map the largest weight of each group to the last code.
-
-    Scales are float32 numbers that `dtype` holds, so that codes fit the stored scales.
-
-    Example:
-        >>> groups = np.array([[3.0, -14.0], [0.0, 0.0]])
-        >>> largest_scales(groups, 7.0, "float16").tolist()
-        [2.0, 6.103515625e-05]
-    """
-    stored = jnp.finfo(jnp.dtype(dtype))
-    largest = np.abs(groups).max(-1) / np.float32(last)
-    # A group of zeros would divide 0 by 0; float16 ends at 65,504.
-    limits = float(stored.tiny), float(stored.max)
-    return np.clip(largest, *limits).astype(jnp.dtype(dtype)).astype(np.float32)
 
 
 def shared_scales(name: str, scales: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.ops.rounding import scales_to
 from zjax.settings import schema
 from zjax.weights.files import cast
 from zjax.weights.grid import codes_on_grid, shared_scales
@@ -95,21 +96,16 @@ def encode(
         problem, remedy = "is not finite everywhere", "export another checkpoint"
         raise CheckpointError(Problem("tensor", name, problem, remedy))
     if scales is None:
-        # frexp: the largest weight is a fraction below 1 of a power of two.
-        fraction, exponents = np.frexp(np.abs(blocks).max(-1) / np.float32(_LAST))
-        exponents = np.where(fraction == 0.5, exponents - 1, exponents)
-        exponents = np.clip(exponents, -_BIAS, _BIAS)
-        factors = np.ldexp(np.float32(1), exponents)
+        factors = scales_to(np.abs(blocks).max(-1), "mxfp4", np.float32)
         codes = _nearest(blocks / factors[..., np.newaxis])
     else:
         factors = shared_scales(name, _in_blocks(scales))
-        fraction, exponents = np.frexp(factors)
-        if (fraction != 0.5).any():
+        if (np.frexp(factors)[0] != 0.5).any():
             problem, remedy = "has a scale that is no power of two", "quantise it again"
             raise CheckpointError(Problem("tensor", name, problem, remedy))
-        exponents = exponents - 1
         dtype = str(array.dtype)
         codes = codes_on_grid(name, blocks, factors, _nearest, dtype)
+    exponents = np.frexp(factors)[1] - 1
     numbers = codes.astype(jnp.float4_e2m1fn).view(np.uint8) & np.uint8(15)
     packed = numbers[..., ::2] | numbers[..., 1::2] << np.uint8(4)
     return packed, (exponents + _BIAS).astype(np.uint8)

@@ -14,12 +14,13 @@ import numpy as np
 from absl import logging
 
 from zjax.errors import CheckpointError, ConfigError, Problem
+from zjax.ops.rounding import scales_to
 from zjax.settings import schema
 from zjax.weights import mxfp4
 from zjax.weights.compressed_tensors import SCHEMES, Scheme
 from zjax.weights.families import FAMILIES
 from zjax.weights.files import cast
-from zjax.weights.grid import codes_on_grid, largest_scales, shared_scales
+from zjax.weights.grid import codes_on_grid, shared_scales
 from zjax.weights.source import Entry, Index, Source
 from zjax.weights.tensors import layouts_of
 
@@ -210,7 +211,10 @@ class Matrices:
             raise CheckpointError(Problem("tensor", name, problem, remedy))
         groups = weights.reshape(len(weights), scales.shape[1], -1)
         if self.scales is None:
-            factors = largest_scales(groups, self.scheme.last, scales.dtype)
+            largest = np.abs(groups).max(-1)
+            # Codes are the nearest for the scales as they are stored.
+            stored = scales_to(largest, self.scheme.weights, jnp.dtype(scales.dtype))
+            factors = stored.astype(np.float32)
             codes = self.scheme.round(groups / factors[..., np.newaxis])
         else:
             shared = self.scales.read(name, index).astype(np.float32)
