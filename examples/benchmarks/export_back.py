@@ -1,0 +1,92 @@
+"""Files of a small Llama as transformers reads them, and as zjax reads them back.
+
+Both compute logits of the same tokens in float32; where a layout rounds what enters
+matrices, both round. Sizes are of the files of weights, over the bytes of codes, scales
+and plain arrays.
+
+python examples/benchmarks/export_back.py [--quick] [--layouts=w4a16,q8_0]
+"""
+
+import argparse
+import tempfile
+
+import call_timing
+import exported_model
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+from zjax.huggingface import model_settings
+
+ROUNDED_INPUTS = {
+    "w8a8": {"weights": "int8", "activations": "int8", "group_size": 0},
+    "fp8": {"weights": "float8", "activations": "float8", "group_size": 0},
+}
+"""Rules that round inputs, and weights to the grid on which they lie already."""
+NUM_ROWS = 4
+
+
+def weight_bytes(path):
+    """Bytes of the files with weights."""
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def our_logits(name, path, tokens):
+    """Logits of a run that starts from the files."""
+    rules = [ROUNDED_INPUTS[name]] if name in ROUNDED_INPUTS else []
+    changes = {"checkpoint": {"init_from": str(path)}}
+    changes |= {"quantize": {"rules": rules}} if rules else {}
+    run = exported_model.make_run(model_settings(path), changes)
+    return np.asarray(run.model.bind(run.state.master, {})(jnp.asarray(tokens)))
+
+
+def their_logits(path, tokens):
+    """Logits of transformers."""
+    folder, file = (path, {}) if path.is_dir() else (path.parent, path.name)
+    options = {} if path.is_dir() else {"gguf_file": file}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, **options
+    )
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+
+def measure(name, store, model, folder, length):
+    """Metrics of a layout."""
+    path = exported_model.export(store, name, folder)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model["vocab_size"], (NUM_ROWS, length), np.int32)
+    ours, theirs = our_logits(name, path, tokens), their_logits(path, tokens)
+    same = (ours.argmax(-1) == theirs.argmax(-1)).mean()
+    found = {
+        "difference": float(np.abs(ours - theirs).max()),
+        "largest": float(np.abs(theirs).max()),
+        "tokens": float(1 / same),
+        "size": weight_bytes(path) / exported_model.closed_form(name, model),
+    }
+    print(name, found, flush=True)
+    return {f"{name} {metric}": value for metric, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="a shape for a test")
+    parser.add_argument("--layouts", default=",".join(exported_model.BITS))
+    given = parser.parse_args()
+    model = exported_model.MODEL | (exported_model.SMALL if given.quick else {})
+    length = 16 if given.quick else 64
+    metrics = {}
+    with tempfile.TemporaryDirectory() as folder:
+        store = exported_model.save(exported_model.make_run(model), f"{folder}/run")
+        for name in given.layouts.split(","):
+            metrics |= measure(name, store, model, folder, length)
+    packages = "jax", "transformers", "compressed-tensors", "gguf"
+    device = jax.devices()[0].device_kind
+    call_timing.print_result(metrics, device=device, packages=packages)
+
+
+if __name__ == "__main__":
+    main()
