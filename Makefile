@@ -16,8 +16,9 @@ quickstart: $(VENV)/.installed
 
 # Tests start a hundred programs; each would compile all modules of zjax for itself.
 test: export PYTHONDONTWRITEBYTECODE :=
+# Three workers for two cores: those of servers, time limits and processes often wait.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 -q -m "not slow and not gpu and not transformers"
+	$(BIN)/python -m pytest -n 3 -q -m "not slow and not gpu and not transformers"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
