@@ -160,6 +160,7 @@ def test_flags_have_the_defaults_that_runs_were_made_with():
         "data prepare --text_field": "text",
         "data prepare --validation_fraction": 0.01,
         "data analyze --metrics": ["seqreo", "voc"],
+        "data teach --top_k": 64,
         "export --part": "auto",
         "export --step": "latest",
         "compress --part": "auto",

@@ -1,4 +1,4 @@
-"""Commands `zjax data prepare`, `zjax data analyze` and `zjax convert`."""
+"""Commands `zjax data prepare`, `analyze` and `teach`, and `zjax convert`."""
 
 import json
 import os
@@ -29,9 +29,11 @@ from zjax.data.examples import LABELS, LAYOUTS, PAIRS, RANKED
 from zjax.data.metric_index import Index, index_path
 from zjax.data.metrics import METRICS
 from zjax.data.prepare import prepare
+from zjax.data.taught import MAX_TOP_K
 from zjax.deepspeed.sections import config_file, summary, table_rows
 from zjax.errors import ConfigError, Problem
 from zjax.observe import plot_metrics
+from zjax.run.teach import store_outcomes
 from zjax.settings import ranges
 from zjax.sharding.describe import render_table
 
@@ -184,6 +186,36 @@ ANALYZE = Command(
             lower_bound=0,
             upper_bound=MAX_PROCESSES,
         ),
+    ),
+)
+
+
+def teach_data(given: flags.FlagValues) -> None:
+    """Stores what a teacher says of the training rows, for `distill.teacher`."""
+    if not given.output:
+        remedy = "name a new directory"
+        raise ConfigError(Problem("--output", "", "is missing", remedy))
+    config = config_from_flags(given)
+    num_rows = store_outcomes(config, given.output, given.top_k, report=print)
+    print(f"wrote {given.output}: {given.top_k} outcomes a token of {num_rows:,} rows")
+    flag = shlex.quote(f"--config.distill.teacher={given.output}")
+    print(f"learn from it: zjax train {flag} --config=FILE")
+
+
+TEACH = Command(
+    teach_data,
+    "Stores a teacher's most likely tokens, for distillation without the teacher.",
+    "zjax data teach --config=FILE --config.distill.teacher=runs/large \\\n"
+    "    --top_k=64 --output=taught",
+    (
+        integer(
+            "top_k",
+            "Most likely tokens to store for each token.",
+            64,
+            lower_bound=1,
+            upper_bound=MAX_TOP_K,
+        ),
+        flag("output", "Directory to write, or to go on with."),
     ),
 )
 

@@ -277,6 +277,7 @@ COMMANDS = {
     "evaluate": EVALUATE,
     "data prepare": data_commands.PREPARE,
     "data analyze": data_commands.ANALYZE,
+    "data teach": data_commands.TEACH,
     "export": commands.EXPORT,
     "compress": COMPRESS,
     "convert": data_commands.CONVERT,

@@ -23,6 +23,13 @@ from zjax.data.curriculum import Curriculum
 from zjax.data.draws import Draws, Order, ReshapedRows, TruncatedRows, WholeRows
 from zjax.data.entries import check_batch
 from zjax.data.sums import digest_tokens
+from zjax.data.taught import (
+    TaughtDraws,
+    is_stored,
+    open_outcomes,
+    stage_rows,
+    taught_settings,
+)
 from zjax.errors import ConfigError, DataError, Problem, check_installed, describe_exit
 from zjax.schedule.training import TrainingSchedule
 from zjax.settings import renamed, schema
@@ -223,8 +230,8 @@ def make_loader(
     each worker process imports the script.
 
     Args:
-        config: Config; reads `data`, `seed`, `global_batch_size` (1 or more), and
-            `kind` and `vocab_size` of `model`.
+        config: Config; reads `data`, `seed`, `global_batch_size` (1 or more),
+            `distill`, and `kind` and `vocab_size` of `model`.
         shardings: Sharding of each array of a batch.
         start_step: Step of the first batch.
         num_batches: Number of batches; None is endless.
@@ -232,7 +239,8 @@ def make_loader(
     Returns:
         Iterator of `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]), with
         `segment_ids, positions` (int32[B, L]) if documents are packed. For an encoder,
-        targets are the tokens before they were masked.
+        targets are the tokens before they were masked. In the steps that a stored
+        teacher teaches, also `teacher/ids` and `teacher/logprobs` (`zjax.data.taught`).
 
     Raises:
         DataError: The data is missing, damaged, too short for one row, or has a larger
@@ -279,6 +287,13 @@ def make_loader(
         rule = masking.make_rule(data, vocab_size, seed)
         draws = masking.MaskedDraws(draws, rule)
         position |= {"data.masking": [rule.fraction, rule.mask_id]}
+    distill = config.distill
+    if distill and is_stored(distill.teacher):
+        settings = taught_settings(data, vocab_size, distill.temperature)
+        outcomes = open_outcomes(distill.teacher, settings, rows)
+        outcomes.check_rows(stage_rows(order, schedule.num_taught))
+        draws = TaughtDraws(draws, outcomes, schedule.num_taught)
+        position |= {"distill.teacher": outcomes.origin.digest()}
     return load_draws(
         draws,
         data,

@@ -78,15 +78,23 @@ class MappedTokens:
     Args:
         dtype: Name of the dtype: `uint8`, `uint16`, `uint32` or `int64`.
         has_sums: Whether reads are verified by the checksums beside the file.
+        field: Setting that names the file, for errors.
 
     Raises:
         DataError: The checksums cannot be used; at an access, a chunk is damaged.
     """
 
-    def __init__(self, path: pathlib.Path, dtype: str, has_sums: bool):
-        self._source = path, dtype, has_sums
+    def __init__(
+        self,
+        path: pathlib.Path,
+        dtype: str,
+        has_sums: bool,
+        field: str = "data.path",
+    ):
+        self._source = path, dtype, has_sums, field
         self._array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
-        self._sums = ChunkSums(path, self._array.view(np.uint8)) if has_sums else None
+        content = self._array.view(np.uint8)
+        self._sums = ChunkSums(path, content, field) if has_sums else None
 
     def __len__(self) -> int:
         return len(self._array)
@@ -200,7 +208,7 @@ class SplitWriter:
                     stack.callback(file.close)
 
 
-def _sum_of(content: Mapping[str, Any]) -> int:
+def sum_of(content: Mapping[str, Any]) -> int:
     """Computes the CRC-32C of JSON values, in any layout of the file."""
     return crc32c.crc32c(json.dumps(content, sort_keys=True).encode())
 
@@ -208,7 +216,7 @@ def _sum_of(content: Mapping[str, Any]) -> int:
 def write_meta(directory: pathlib.Path, meta: Meta) -> None:
     """Writes `meta.json`."""
     content = dataclasses.asdict(meta) | {KEY: meta.tokenizer.to_mapping()}
-    content[SUM_KEY] = _sum_of(content)
+    content[SUM_KEY] = sum_of(content)
     (directory / META_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -231,7 +239,7 @@ def read_meta(path: str) -> Meta:
     if found not in (FORMAT, EARLIER_FORMAT):
         problem = f"has a {META_NAME} that is not of format {FORMAT}"
         raise DataError(Problem("data.path", path, problem, remedy))
-    if found == FORMAT and content.pop(SUM_KEY, None) != _sum_of(content):
+    if found == FORMAT and content.pop(SUM_KEY, None) != sum_of(content):
         problem = f"has a {META_NAME} that does not match its checksum"
         raise DataError(Problem("data.path", path, problem, REMEDY))
     try:

@@ -70,22 +70,24 @@ def sums_path(path: pathlib.Path) -> pathlib.Path:
 class ChunkSums:
     """Checksums of a mapped file, with flags of verified chunks.
 
+    `field` names the setting of the file in errors.
+
     Raises:
         DataError: The checksums are missing, damaged, or of another number of chunks.
     """
 
-    def __init__(self, path: pathlib.Path, content: np.ndarray):
-        self._path, self._content = path, content
-        opened = open_columns(
-            sums_path(path), ["<i8"], field="data.path", remedy=REMEDY
-        )
+    def __init__(
+        self, path: pathlib.Path, content: np.ndarray, field: str = "data.path"
+    ):
+        self._path, self._content, self._field = path, content, field
+        opened = open_columns(sums_path(path), ["<i8"], field=field, remedy=REMEDY)
         [self._sums] = opened.arrays
         expected = -(-len(content) // CHUNK_BYTES)
         if len(self._sums) != expected:
             problem = f"holds {len(self._sums)} checksums, but {path.name} has "
             problem += f"{expected} chunks"
             place = str(sums_path(path))
-            raise DataError(Problem("data.path", place, problem, REMEDY))
+            raise DataError(Problem(field, place, problem, REMEDY))
         self._is_verified = np.zeros(expected, bool)
 
     def verify(self, start: int, stop: int) -> None:
@@ -99,7 +101,7 @@ class ChunkSums:
             if crc32c.crc32c(part.data) != self._sums[chunk]:
                 last = begin + len(part) - 1
                 problem = f"is damaged between bytes {begin} and {last}"
-                raise DataError(Problem("data.path", str(self._path), problem, REMEDY))
+                raise DataError(Problem(self._field, str(self._path), problem, REMEDY))
             self._is_verified[chunk] = True
 
 

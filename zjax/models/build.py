@@ -38,8 +38,8 @@ def make_model(config: Config) -> Model:
     `lengths` int32[B], a model with `num_token_types` also `token_types` int32[B, L]. A
     target of -100 is ignored. The loss is the weighted mean over tokens, the metric the
     fraction of targets that were the most likely token. A batch with `teacher`
-    (`zjax.ops.cross_entropy.Teacher`, as a dict) adds to the loss, and to the metrics,
-    the divergence from the teacher's logits.
+    (`Teacher` or `StoredTeacher` of `zjax.ops.cross_entropy`, as a dict) adds to the
+    loss, and to the metrics, the divergence from the teacher.
 
     Args:
         config: Settings; read for `model`, `lora`, `quantize`, `distill`, `precision`,
@@ -169,6 +169,10 @@ def _entries(config: schema.Model) -> Entries:
         f"schedule/{ATTENTION_WINDOW}": Entry((), is_optional=True),
         "teacher/hidden": Entry(("B", "L", "N"), is_optional=True),
         "teacher/head": Entry((size, "N"), is_optional=True),
+        "teacher/ids": Entry(
+            ("B", "L", "K"), np.integer, is_optional=True, num_ids=size
+        ),
+        "teacher/logprobs": Entry(("B", "L", "K1"), np.floating, is_optional=True),
         "teacher/states": Entry(("B", "L", "S", "W"), is_optional=True),
         "teacher/weight": Entry((), is_optional=True),
         "teacher/temperature": Entry((), is_optional=True),

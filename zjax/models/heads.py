@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from zjax.models import layers
 from zjax.ops import activation, invariant
-from zjax.ops.cross_entropy import Teacher, TokenLoss, token_loss
+from zjax.ops.cross_entropy import StoredTeacher, Teacher, TokenLoss, token_loss
 from zjax.ops.divergence import FORWARD
 from zjax.ops.target_logprobs import TargetLogprobs, target_logprobs
 from zjax.ops.token_chunks import logits_of
@@ -74,10 +74,10 @@ class Head(nnx.Module):
         """
         teacher = batch.get("teacher")
         if teacher is not None:
-            teacher = Teacher(**{name: teacher[name] for name in Teacher._fields})
+            kind = StoredTeacher if "ids" in teacher else Teacher
+            teacher = kind(**{name: teacher[name] for name in kind._fields})
             # The student's states are in the order in which devices split sequences.
-            hidden = sequence.arrange(teacher.hidden, self.config)
-            teacher = teacher._replace(hidden=hidden)
+            teacher = teacher.with_tokens(lambda x: sequence.arrange(x, self.config))
         return token_loss(
             *self.factors(x, table),
             sequence.arrange(batch["targets"], self.config),

@@ -6,7 +6,8 @@ recomputation.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from zjax.ops import invariant as ordered
 from zjax.ops.activation import soft_cap
-from zjax.ops.divergence import FORWARD, divergence_of, slopes_of
+from zjax.ops.divergence import (
+    FORWARD,
+    divergence_of,
+    outcome_divergence,
+    slopes_of,
+)
 from zjax.ops.token_chunks import (
     FROM_LOGITS,
     float32_einsum,
@@ -54,6 +60,55 @@ class Teacher(NamedTuple):
     temperature: Float[Array, ""]
     """Divisor of the logits of model and teacher before the softmax."""
 
+    @property
+    def by_token(self) -> Any:
+        """Arrays [B, L, ...] with an entry for each token."""
+        return self.hidden
+
+    def with_tokens(self, change: Callable[[Any], Any]) -> "Teacher":
+        """Changes the arrays that have an entry for each token."""
+        return self._replace(hidden=change(self.hidden))
+
+    def divergence(
+        self, beta: float, hidden: Float[Array, "*S N"], log_q: Float[Array, "*S V"]
+    ) -> tuple[Float[Array, "*S"], Float[Array, "*S V"]]:
+        """Computes the divergence of some tokens, and the gradient of the logits."""
+        target = float32_einsum("prcm,vm->prcv", hidden, self.head)
+        log_p = jax.nn.log_softmax(target / self.temperature)
+        return divergence_of(beta, log_p, log_q), slopes_of(beta, log_p, log_q)
+
+
+class StoredTeacher(NamedTuple):
+    """Outcomes of a teacher that a model is to approach; not differentiated.
+
+    See `zjax.ops.divergence` for the outcomes.
+    """
+
+    ids: Int[Array, "B L K"]
+    """Most likely tokens."""
+    logprobs: Float[Array, "B L K1"]
+    """Log-probability of each of `ids`, then of all other tokens together."""
+    weight: Float[Array, ""]
+    """Weight of the divergence beside the cross-entropy."""
+    temperature: Float[Array, ""]
+    """Divisor of the model's logits, by which the teacher's were divided, too."""
+
+    @property
+    def by_token(self) -> Any:
+        """Arrays [B, L, ...] with an entry for each token."""
+        return self.ids, self.logprobs
+
+    def with_tokens(self, change: Callable[[Any], Any]) -> "StoredTeacher":
+        """Changes the arrays that have an entry for each token."""
+        return self._replace(ids=change(self.ids), logprobs=change(self.logprobs))
+
+    def divergence(
+        self, beta: float, tokens: Any, log_q: Float[Array, "*S V"]
+    ) -> tuple[Float[Array, "*S"], Float[Array, "*S V"]]:
+        """Computes the divergence of some tokens, and the gradient of the logits."""
+        ids, log_p = tokens
+        return outcome_divergence(beta, log_p, log_q, ids)
+
 
 def token_loss(
     hidden: Float[Array, "B L M"],
@@ -62,7 +117,7 @@ def token_loss(
     weights: Float[Array, "B L"],
     *,
     bias: Float[Array, " V"] | None = None,
-    teacher: Teacher | None = None,
+    teacher: Teacher | StoredTeacher | None = None,
     divergence: float = FORWARD,
     cap: float = 0.0,
     z_loss: float = 0.0,
@@ -93,7 +148,7 @@ def token_loss(
     )
     chunks = split(hidden), split(targets), split(weights)
     if teacher is not None:
-        teacher = teacher._replace(hidden=split(teacher.hidden))
+        teacher = teacher.with_tokens(split)
     terms = _Terms(z_loss, cap, invariant, divergence)
     loss_sum, correct_sum, divergence_sum = _summed_loss(
         terms, chunks[0], head, bias, *chunks[1:], teacher
@@ -186,10 +241,10 @@ _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 def _chunks(hidden, targets, weights, teacher):
     """Arrays with chunks along the first dim, in the order of `_chunk_loss`."""
-    return hidden, targets, weights, None if teacher is None else teacher.hidden
+    return hidden, targets, weights, None if teacher is None else teacher.by_token
 
 
-def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hidden):
+def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, taught):
     """Sums of one chunk per shard, and the gradient of the logits."""
     logits = logits_of(hidden, head, invariant=terms.invariant)
     if bias is not None:
@@ -222,19 +277,12 @@ def _chunk_loss(terms, head, bias, teacher, hidden, targets, weights, teacher_hi
             # The derivative of tanh, from the capped logits.
             dlogits *= 1.0 - jnp.square(logits / terms.soft_cap)
         return (loss_sum, correct_sum, None), dlogits.astype(hidden.dtype)
-    divergences, slopes = _divergence(terms.divergence, logits, teacher_hidden, teacher)
+    log_q = jax.nn.log_softmax(logits / teacher.temperature)
+    divergences, slopes = teacher.divergence(terms.divergence, taught, log_q)
+    divergences *= jnp.square(teacher.temperature)
+    # The chain rule divides by the temperature; its square is the factor of the sum.
+    slopes *= teacher.temperature
     divergence_sum = jnp.sum(divergences * weights, (1, 2))
     loss_sum += teacher.weight * divergence_sum
     dlogits += teacher.weight * slopes * weights[..., None]
     return (loss_sum, correct_sum, divergence_sum), dlogits.astype(hidden.dtype)
-
-
-def _divergence(beta, logits, teacher_hidden, teacher):
-    """Divergence from the teacher per token, and the gradient of the logits."""
-    target = float32_einsum("prcm,vm->prcv", teacher_hidden, teacher.head)
-    target = jax.nn.log_softmax(target / teacher.temperature)
-    own = jax.nn.log_softmax(logits / teacher.temperature)
-    divergences = divergence_of(beta, target, own)
-    # The chain rule divides by the temperature; its square is the factor of the sum.
-    slopes = teacher.temperature * slopes_of(beta, target, own)
-    return jnp.square(teacher.temperature) * divergences, slopes

@@ -38,12 +38,12 @@ def split_chunks(
 
 
 def join_chunks(
-    chunks: Shaped[Array, "C P R K"],
+    chunks: Shaped[Array, "C P R K *dims"],
     shape: tuple[int, int],
     *,
     num_shards: tuple[int, int],
-) -> Shaped[Array, "B L"]:
-    """Undoes `split_chunks`, for arrays of `shape` [B, L].
+) -> Shaped[Array, "B L *dims"]:
+    """Undoes `split_chunks`, for tokens of `shape` [B, L].
 
     Example:
         >>> x = jnp.arange(10).reshape(2, 5)
@@ -52,11 +52,12 @@ def join_chunks(
         ((3, 2, 1, 2), [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])
     """
     num_rows, length = shape[0] // num_shards[0], shape[1] // num_shards[1]
+    dims = chunks.shape[4:]
     tokens = jnp.moveaxis(chunks, 0, 2).reshape(
-        -1, num_rows, chunks.shape[0] * chunks.shape[3]
+        -1, num_rows, chunks.shape[0] * chunks.shape[3], *dims
     )
-    tokens = tokens[:, :, :length].reshape(*num_shards, num_rows, length)
-    return tokens.swapaxes(1, 2).reshape(shape)
+    tokens = tokens[:, :, :length].reshape(*num_shards, num_rows, length, *dims)
+    return tokens.swapaxes(1, 2).reshape(*shape, *dims)
 
 
 def over_chunks(

@@ -11,7 +11,9 @@ import numpy as np
 
 from zjax.data import batches as wrapping
 from zjax.data.source import open_rows
+from zjax.data.taught import without_outcomes
 from zjax.errors import ConfigError, DataError, Problem
+from zjax.run.stored_teacher import StoredTeacher
 from zjax.run.teacher import Teacher
 from zjax.schedule.lengths import beside_problems, epoch_problems, steps_of
 from zjax.schedule.training import ScheduledStep, TrainingSchedule
@@ -92,7 +94,7 @@ class StepInputs:
 
     schedule: TrainingSchedule
     replicated: jax.sharding.NamedSharding
-    teacher: Teacher | None = None
+    teacher: Teacher | StoredTeacher | None = None
 
     @property
     def adds_nothing(self) -> bool:
@@ -113,6 +115,7 @@ class StepInputs:
             extended = self.teacher.teach(extended, step.has_states)
         elif self.teacher:
             self.teacher.release()
+            extended = without_outcomes(extended)
         return StepBatch(extended, self._dropping(step, place))
 
     def abstract(self, batch: Batch, number: int | None = None) -> StepBatch:
@@ -121,6 +124,9 @@ class StepInputs:
         extended = _with_scalars(batch, step, self._shape)
         if self.teacher and step.has_teacher:
             extended = self.teacher.abstract(extended, step.has_states)
+        elif self.teacher:
+            # The batch may be of a step of the stage, before the program's step.
+            extended = without_outcomes(extended)
         return StepBatch(extended, self._dropping(step, self._shape))
 
     def compile_teacher(self, batch: Batch, number: int | None = None) -> None:

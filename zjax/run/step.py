@@ -8,12 +8,14 @@ import jax
 from jax.sharding import Mesh
 
 from zjax.data.entries import check_batch, check_placed_values
+from zjax.data.taught import is_stored
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.offload.compiled import Peak
 from zjax.run.batch import StepInputs, check_model
 from zjax.run.fused import Executor, StepNumber, fused_executor
 from zjax.run.replicas import ReplicasExecutor
+from zjax.run.stored_teacher import StoredTeacher
 from zjax.run.streamed import StreamedExecutor
 from zjax.run.teacher import Teacher
 from zjax.schedule.exchange import Exchanges
@@ -303,7 +305,8 @@ def make_step(
     Raises:
         ConfigError: `distill.teacher` does not fit the model, or the model cannot leave
             out tokens or layers.
-        CheckpointError: `distill.teacher` cannot be read.
+        CheckpointError: The run that `distill.teacher` names cannot be read.
+        DataError: The outcomes that it names are damaged, or of other settings.
         PlanError: The plan was made on an abstract mesh, without devices.
     """
     if not isinstance(plan.mesh, Mesh):
@@ -315,8 +318,10 @@ def make_step(
     executor = _make_executor(model, tx, plan, config, schedule, training.exchanges)
     if training.drops:
         check_model(model, config)
-    distill = config.distill
-    teacher = Teacher(distill, config, plan, model) if distill else None
+    teacher = None
+    if config.distill:
+        stored = is_stored(config.distill.teacher)
+        teacher = (StoredTeacher if stored else Teacher)(config, plan, model)
     return Step(
         mesh=plan.mesh,
         plan=plan,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zjax.checkpoint.contents import digest_step
 from zjax.checkpoint.start import open_run, place_weights
 from zjax.checkpoint.steps import find_steps
 from zjax.checkpoint.store import Store
@@ -57,13 +58,9 @@ class Teacher:
             sequences; or the student reads no teacher.
     """
 
-    def __init__(
-        self,
-        settings: schema.Distill,
-        config: schema.Config,
-        plan: Plan,
-        student: Model,
-    ):
+    def __init__(self, config: schema.Config, plan: Plan, student: Model):
+        settings = config.distill
+        assert settings is not None
         self.settings = settings
         self._path = settings.teacher
         checkpoints = _open(self._path)
@@ -91,6 +88,7 @@ class Teacher:
         self.rows = jax.tree.map(
             lambda row: row.stored_in(settings.memory), self._plan.compute
         )
+        self._checkpoint = checkpoints
         self._source = open_run(checkpoints)
         # Refuses wrong names and shapes early.
         place_weights(self._source, self.rows, self._path)
@@ -105,6 +103,14 @@ class Teacher:
         }
         self._config = student_config
         self._params: Params | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the newest checkpoint, and of the dtype of the pass."""
+        step = self._checkpoint.latest()
+        assert step is not None
+        found = digest_step(self._checkpoint.path(step))
+        return f"{found[:16]}-{self._config.precision.compute_dtype}"
 
     @property
     def params(self) -> Params:
@@ -161,12 +167,7 @@ class Teacher:
 
     def _joined(self, batch: Batch, told: dict[str, Any]) -> Batch:
         """Adds what the teacher told, loss weight and temperature to a batch."""
-        numbers = (self.settings.weight, self.settings.temperature)
-        weight, temperature = (
-            jax.device_put(jnp.float32(x), self._plan.replicated) for x in numbers
-        )
-        told = told | {"weight": weight, "temperature": temperature}
-        return batch | {NAME: told}
+        return batch | {NAME: told | scalars_of(self.settings, self._plan)}
 
     def _apply(
         self, has_states: bool, stored: Params, batch: Batch
@@ -201,6 +202,14 @@ class Teacher:
             place = self._plan.batch_sharding(x)
             told[name] = jax.lax.with_sharding_constraint(x, place)
         return told | {"head": head}
+
+
+def scalars_of(settings: schema.Distill, plan: Plan) -> dict[str, jax.Array]:
+    """Places the weight of the divergence and the temperature on all devices."""
+    return {
+        name: jax.device_put(jnp.float32(getattr(settings, name)), plan.replicated)
+        for name in ("weight", "temperature")
+    }
 
 
 def _open(path: str) -> Store:

@@ -9,6 +9,7 @@ import jax
 
 from zjax import data
 from zjax.config.check import check_config
+from zjax.data.taught import is_stored
 from zjax.errors import ConfigError, Problem
 from zjax.estimate.mesh import choose_mesh
 from zjax.estimate.tables import kept_rows
@@ -143,6 +144,11 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         problem, remedy = "do not order given batches", "leave it at ()"
         metrics = tuple(metric.index for metric in config.curriculum.metrics)
         problems.append(Problem("curriculum.metrics", metrics, problem, remedy))
+    distill = config.distill
+    if batches is not None and distill and is_stored(distill.teacher):
+        problem = "is stored for rows of data, not for given batches"
+        remedy = "give the run of the teacher"
+        problems.append(Problem("distill.teacher", distill.teacher, problem, remedy))
     if model is not None and not isinstance(model, Model):
         remedy = "use zjax.adapt(model, loss_fn, batch)"
         name = type(model).__name__

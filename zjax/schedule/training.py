@@ -84,7 +84,8 @@ class TrainingSchedule:
         if dropping:
             self._kept = make_pacing(in_steps(config, dropping.pacing))
         distill, num_steps = config.distill, config.num_steps
-        self._last_taught = distill.num_steps(num_steps) if distill else 0
+        self.num_taught = distill.num_steps(num_steps) if distill else 0
+        """First steps in which a teacher adds to the loss."""
         hidden = distill.hidden if distill else None
         self._last_states = hidden.num_steps(num_steps) if hidden else 0
         self._counted = 0, 0
@@ -139,7 +140,7 @@ class TrainingSchedule:
             rows,
             length,
             num_kept,
-            step <= self._last_taught,
+            step <= self.num_taught,
             step <= self._last_states,
             self._windows.at(step) if self._windows else None,
             self._theta(step),
@@ -245,7 +246,7 @@ class TrainingSchedule:
         """
         kept = self._kept.firsts if self._kept else ()
         firsts = {1, *self._rows.firsts[1:], *(first + 1 for first in kept)}
-        firsts |= {self._last_taught + 1, self._last_states + 1}
+        firsts |= {self.num_taught + 1, self._last_states + 1}
         in_run = sorted(first for first in firsts if first <= self.config.num_steps)
         return [
             first

@@ -1482,7 +1482,8 @@ class Distill:
     """
 
     teacher: str = ""
-    """Directory of the teacher's run, whose newest weights for evaluation are used."""
+    """Directory of the teacher's run, whose newest weights for evaluation are used; or
+    of outcomes that `zjax data teach` has stored."""
     divergence: (
         distillation.ForwardKl | distillation.ReverseKl | distillation.JensenShannon
     ) = distillation.ForwardKl()
