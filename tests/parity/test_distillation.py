@@ -12,17 +12,21 @@ import optax
 import pytest
 import safetensors.numpy
 
+import zjax
 from tests.checkpoint import states
 from tests.support import language, offload
 from tests.support.runs import make_small_run
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, ConfigError
+from zjax.models.build import make_model
 from zjax.ops import cross_entropy
 from zjax.ops.divergence import FORWARD, REVERSE
+from zjax.run.build import make_run
 from zjax.run.saving import restore, save
 from zjax.settings import distill as settings
 from zjax.settings import schema
 from zjax.settings.mappings import to_mapping
+from zjax.settings.quantize import Quantize, Rule
 from zjax.sharding import plan as plans
 from zjax.weights.source import name_leaves
 
@@ -283,6 +287,35 @@ def test_a_teacher_that_does_not_fit_is_refused(model, text, teacher):
     with pytest.raises(ConfigError) as error:
         start(config)
     assert str(error.value) == f"distill.teacher={path!r} {text}"
+
+
+def test_a_loss_that_reads_no_divergence_is_refused(teacher):
+    config = make_config(teacher[0], learns={"divergence": settings.ReverseKl()})
+    model = dataclasses.replace(make_model(config), bind=lambda params, state: params)
+    tx = zjax.adopt_optimizer(optax.sgd(RATE), model, config)
+    with pytest.raises(ConfigError) as error:
+        make_run(config, model, tx, devices=jax.devices()[:1])
+    assert str(error.value) == (
+        "distill.divergence='reverse_kl' is not read by the loss of a model that zjax "
+        "has not made; use 'forward_kl' and compute it in the loss, or a built-in model"
+    )
+
+
+def test_a_teacher_of_rounded_matrices_teaches_with_them(tmp_path):
+    """Fails if the master weights of the teacher teach."""
+    rules = Quantize(rules=(Rule(weights="int4", group_size=4),))
+    config = offload.make_config("device", 0, model=STUDENT, quantize=rules)
+    run = offload.start(config, devices=jax.devices()[:1])
+    save(tmp_path / "checkpoints", run.state, run)
+    batch = jax.tree.map(jnp.asarray, make_batch(0))
+    told = teacher_of(start(make_config(str(tmp_path)))).teach(batch)["teacher"]
+    found = np.einsum("blm,vm->blv", told["hidden"], told["head"])
+    weights = run.state.master
+    rounded = run.model.bind(weights, {})(batch["tokens"])
+    np.testing.assert_allclose(found, rounded, atol=1e-5)
+    plain = make_model(dataclasses.replace(config, quantize=None))
+    exact = plain.bind(weights, {})(batch["tokens"])
+    assert np.abs(found - exact).max() > 1e-2 * np.abs(exact).max()
 
 
 def save_settings(directory, model=STUDENT):

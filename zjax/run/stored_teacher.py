@@ -14,7 +14,7 @@ from zjax.data.taught import (
     without_outcomes,
 )
 from zjax.errors import ConfigError, DataError, Problem
-from zjax.run.teacher import NAME, scalars_of
+from zjax.run.teacher import NAME, divergence_problems, scalars_of
 from zjax.schedule.lengths import CUTS
 from zjax.settings import schema
 from zjax.sharding.activations import batch_shardings
@@ -97,6 +97,7 @@ def _misfits(settings: schema.Distill, student: Model) -> Iterator[Problem]:
         problem = f"has no effect on a model whose entries lack {IDS!r}"
         remedy = "use a built-in model"
         yield Problem("distill.teacher", path, problem, remedy)
+    yield from divergence_problems(settings, student)
     if settings.hidden:
         problem = "compares layers, and distill.teacher stores the last outcomes alone"
         remedy = "set distill.hidden to None, or give the run of the teacher"

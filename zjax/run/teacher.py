@@ -7,6 +7,7 @@ student. Programs of the student, split or streamed, need no change.
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from zjax.config.load import saved_config
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.files import local_path
 from zjax.models.build import make_model
-from zjax.models.stack import execution_of
+from zjax.models.stack import StackedModel, execution_of
 from zjax.parallel import sequence
 from zjax.run.compiler import step_options
 from zjax.run.fused import make_jit
@@ -33,10 +34,11 @@ from zjax.run.teacher_states import (
 )
 from zjax.settings import schema
 from zjax.settings.batch import resolve_batch
+from zjax.settings.distill import ForwardKl
 from zjax.settings.mixture import sees_future
 from zjax.sharding.activations import batch_shardings
 from zjax.sharding.layers import take_apart
-from zjax.sharding.placement import place_tree, unpad_tree
+from zjax.sharding.placement import abstract_key, place_tree, unpad_tree
 from zjax.sharding.plan import Plan, layerwise_plan, make_plan
 from zjax.stack.forward import run_stack
 from zjax.storage.move import store, to_devices
@@ -49,7 +51,8 @@ NAME = "teacher"
 class Teacher:
     """Trained decoder whose logits are added to each batch of the student.
 
-    Parameters are read at the first batch, and again after `release`.
+    Matrices are rounded in each pass as the teacher's run has learned them. Parameters
+    are read at the first batch, and again after `release`.
 
     Raises:
         CheckpointError: `distill.teacher` is not the directory of a run, or the saved
@@ -64,8 +67,8 @@ class Teacher:
         self.settings = settings
         self._path = settings.teacher
         checkpoints = _open(self._path)
-        shape = saved_config(checkpoints.extra()).model
-        student_config = config
+        saved = saved_config(checkpoints.extra())
+        shape, student_config = saved.model, config
         problems = _misfits(shape, self._path, config, student)
         if problems:
             raise ConfigError(*problems)
@@ -78,7 +81,9 @@ class Teacher:
             ),
             optimizer=schema.Optimizer(),
             zero=_zero(config.zero, settings.memory),
-            quantize=None,
+            # `open_run` merges adapters, into matrices that it has rounded.
+            quantize=None if saved.lora else saved.quantize,
+            lora=None,
             distill=None,
         )
         self._model = make_model(config)
@@ -222,6 +227,18 @@ def _open(path: str) -> Store:
     return Store(str(steps))
 
 
+def divergence_problems(settings: schema.Distill, student: Model) -> Iterator[Problem]:
+    """Yields a divergence that only the loss of a built-in model computes."""
+    if isinstance(settings.divergence, ForwardKl):
+        return
+    module = student.bind(*jax.eval_shape(student.init, abstract_key()))
+    if not isinstance(module, StackedModel):
+        kind = settings.divergence.kind
+        problem = "is not read by the loss of a model that zjax has not made"
+        remedy = "use 'forward_kl' and compute it in the loss, or a built-in model"
+        yield Problem("distill.divergence", kind, problem, remedy)
+
+
 def _zero(student: schema.Zero, memory: str) -> schema.Zero:
     """ZeRO settings of the teacher: offloaded parameters are sharded.
 
@@ -246,7 +263,8 @@ def _misfits(
                 "use a built-in model, or read batch['teacher'] in the loss",
             )
         ]
-    problems = []
+    assert config.distill is not None
+    problems = [*divergence_problems(config.distill, student)]
     if teacher.kind != "decoder":
         problems.append(problem(f"is an {teacher.kind}", "use a decoder"))
     if teacher.logit_soft_cap:
