@@ -32,11 +32,28 @@ def by_zjax(run, prompt, num_new):
     return lambda: generator.generate([prompt], sampling)[0].ids
 
 
+def open_llama(path):
+    """Opens a file by llama.cpp, without the copies of weights for tile instructions.
+
+    Virtual machines announce these instructions (AMX) and end a program that uses them.
+    """
+    import llama_cpp.llama_cpp as library
+    from llama_cpp import Llama
+
+    make = library.llama_model_default_params
+
+    def without_copies():
+        params = make()
+        params.use_extra_bufts = False
+        return params
+
+    library.llama_model_default_params = without_copies
+    return Llama(str(path), n_ctx=512, n_threads=NUM_CORES, verbose=False)
+
+
 def by_llama(path, prompt, num_new):
     """Returns a function that writes a text by llama.cpp."""
-    import llama_cpp
-
-    model = llama_cpp.Llama(str(path), n_ctx=512, n_threads=NUM_CORES, verbose=False)
+    model = open_llama(path)
 
     def write():
         model.reset()

@@ -83,6 +83,7 @@ def client():
         cases,
         headline="124M on 2 CPU cores: GGUF in llama.cpp over zjax in float32",
         notes="a Llama of 124M parameters, random weights; a prompt of 32 tokens and a "
-        "text of 128, one at a time",
+        "text of 128, one at a time; llama.cpp has the instructions of the processor "
+        "but AMX",
         by_devices=False,
     )
