@@ -28,7 +28,8 @@ from zjax.run.without_effect import check_model_acts
 from zjax.settings import schema
 from zjax.settings.prune import Even, Influence, Listed, Prune
 from zjax.weights import pruning
-from zjax.weights.source import name_leaves
+from zjax.weights.files import tensor_name
+from zjax.weights.source import Entry, Source, name_leaves
 
 LARGE = dataclasses.replace(language.LLAMA, num_layers=4)
 """16 channels, 24 hidden, 4 heads of 4 in 2 groups, 29 tokens."""
@@ -280,6 +281,78 @@ def test_a_model_of_the_user_has_no_parts_to_take(large):
         "given; leave it out, or give zjax.make_model(config)"
     ):
         check_model_acts(config, model)
+
+
+PLACES = {
+    "tokens": ".c",
+    "positions": ".c",
+    "scale": "c",
+    "bias": "c",
+    "query/kernel": "cq.",
+    "query/bias": "q.",
+    "key/kernel": "ck.",
+    "key/bias": "k.",
+    "value/kernel": "ck.",
+    "value/bias": "k.",
+    "out/kernel": "q.c",
+    "up/kernel": "cf",
+    "up/bias": "f",
+    "down/kernel": "fc",
+    "router/kernel": "ce",
+    "experts/gate/kernel": "ec.",
+    "experts/up/kernel": "ec.",
+    "experts/down/kernel": "e.c",
+    "shared/gate/kernel": "c.",
+    "shared/up/kernel": "c.",
+    "shared/down/kernel": ".c",
+}
+"""What the dims of arrays are, by the longest end of the name that is here: channels,
+query heads, heads of keys, hidden channels of a feed-forward, experts."""
+TIED = dataclasses.replace(language.GPT, num_layers=3)
+SHARED = dataclasses.replace(
+    LARGE, num_layers=3, tied_head=True, moe=dataclasses.replace(MOE, num_shared=1)
+)
+
+
+@pytest.mark.parametrize("shape", [TIED, SHARED], ids=["tied", "experts"])
+def test_parts_are_slices_of_every_array(shape):
+    """Fails if a bias, a shared expert or a tied table keeps other parts."""
+    kept = pruning.Kept(
+        layers=(0, 2),
+        channels=(1, 4, 5, 15),
+        groups=((1,), (0,)),
+        hidden=None if shape.moe else ((2, 3), (7, 23)),
+        experts=((0, 2, 3), (1, 2, 3)) if shape.moe else None,
+        heads_per_group=int(shape.num_heads // shape.num_kv_heads),
+    )
+    arrays = {tensor_name(name): x for name, x in draw(shape).items()}
+    entries = {name: Entry(x.shape, str(x.dtype)) for name, x in arrays.items()}
+    source = Source(entries, lambda name, index: arrays[name][index])
+    dims = pruning.named_dims(make_model(_config(shape, "runs/large")))
+    found = pruning.pruned(source, kept, dims)
+    assert found.entries.keys() == arrays.keys()
+    each = kept.heads_per_group
+    for name, x in arrays.items():
+        path = name.replace(".", "/")
+        ends = [end for end in PLACES if path.endswith(end)]
+        places = PLACES[max(ends, key=len)]
+        layers = enumerate(kept.layers) if name.startswith("blocks") else [(0, None)]
+        expected = []
+        for i, layer in layers:
+            (group,) = kept.groups[i]
+            parts = {
+                "c": kept.channels,
+                "q": [each * group + head for head in range(each)],
+                "k": [group],
+                "f": kept.hidden and kept.hidden[i],
+                "e": kept.experts and kept.experts[i],
+            }
+            one = x if layer is None else x[layer]
+            for axis, place in enumerate(places):
+                one = one if place == "." else np.take(one, parts[place], axis)
+            expected.append(one)
+        expected = np.stack(expected) if name.startswith("blocks") else expected[0]
+        np.testing.assert_array_equal(found.read_all(name), expected, err_msg=name)
 
 
 def test_experts_that_few_tokens_choose_are_taken_away(tmp_path):

@@ -105,10 +105,11 @@ def recorded(config: Config) -> PrunedStart | None:
 
 def note_given_batches(config: Config) -> None:
     """Logs, until a start is recorded, that no given batches measure importance."""
-    if config.prune is None or _path(config).exists() or jax.process_index():
+    is_started = _path(config).exists()
+    if not config.prune or not config.checkpoint.init_from or is_started:
         return
     large = _large_config(config).model
-    if pruning.measures(large, config.model, config.prune):
+    if pruning.measures(large, config.model, config.prune) and not jax.process_index():
         text = "prune: importance is measured on rows of data.source=%r, not on the "
         text += "batches that are given; set data to rows like these, or keep layers "
         text += "by prune.layers='even' or 'listed'"
