@@ -1,4 +1,4 @@
-"""A model from text to a server: pre-training, supervised start, GRPO, and a report.
+"""A model from text to a server: pre-training, supervised start, GRPO, and fewer bits.
 
 python examples/pipeline/run.py [--task=reverse] [--directory=runs/pipeline]
 
@@ -26,6 +26,8 @@ import data  # noqa: E402  (of examples/rl)
 import report  # noqa: E402
 import train  # noqa: E402
 
+CODES = "q8_0"
+"""Type of the quantised file, one of `zjax export --format=gguf --quantize`."""
 PANELS = {"pretraining": "loss", "supervised": "loss", "grpo": "reward"}
 """What the picture shows of each stage."""
 
@@ -53,6 +55,19 @@ def learn(name, folder, sizes, settings):
     start = f"supervised:checkpoint.init_from={folder / 'pretraining'}"
     others = [x for x in settings if not x.startswith("pretraining:")]
     return train.learn(name, "grpo", folder, sizes=sizes, settings=[start, *others])
+
+
+def quantise(folder, card, settings):
+    """Writes the trained weights in 8 bits, and examines the file; returns its path."""
+    path = folder / f"grpo-{CODES}.gguf"
+    words = ("export", f"--run={folder / 'grpo'}", f"--output={path}", "--format=gguf")
+    command = [sys.executable, "-m", "zjax.cli.main", *words, f"--quantize={CODES}"]
+    subprocess.run(command, check=True)
+    own = train.of_stage("supervised", settings)
+    start = f"checkpoint.init_from={path}"
+    config = train.load("supervised", folder.name, folder, *own, start)
+    card.examine(path.name, zjax.Trainer(config, step=0))
+    return path
 
 
 def ask_server(run, prompt):
@@ -106,14 +121,16 @@ def draw_curves(folder, path):
     plt.close(figure)
 
 
-def write_report(path, card, prompt, served):
+def write_report(path, card, quantised, prompt, served):
     """Writes the rates of each stage, samples, and what the server wrote."""
     lines = ["# Report card", "", f"![Curves of each stage]({path.stem}.png)", ""]
     lines += ["| stage | pass@1 | pass@8 |", "|---|---|---|"]
     for stage, found in card.stages.items():
         rates = found["pass_at_1"], found["pass_at_8"]
         lines.append(f"| {stage} | {rates[0]:.1%} | {rates[1]:.1%} |")
-    lines += ["", "Texts of held-out prompts:", ""]
+    size = quantised.stat().st_size / 1e3
+    lines += ["", f"`{quantised.name}` takes {size:.0f} kB, and was read back.", ""]
+    lines += ["Texts of held-out prompts:", ""]
     for stage, found in card.stages.items():
         for asked, text, reward in found["samples"]:
             judged = "right" if reward else "wrong"
@@ -136,9 +153,10 @@ def main(words=None):
     card = learn(given.task, folder, data.sizes_of(given), given.settings)
     [row] = getattr(tasks, given.task).rows(1, seed=2, held_out=True)
     others = [x for x in given.settings if not x.startswith("pretraining:")]
+    quantised = quantise(folder, card, others)
     served = check_server(folder, others, row["prompt"])
     draw_curves(folder, folder / "report.png")
-    write_report(folder / "report.md", card, row["prompt"], served)
+    write_report(folder / "report.md", card, quantised, row["prompt"], served)
     card.show()
     print(f"report: {folder / 'report.md'}")
 

@@ -46,9 +46,12 @@ def test_the_report_shows_each_stage_and_the_server(example, tmp_path):
     card.stages = {
         "grpo": {"pass_at_1": 0.5, "pass_at_8": 1.0, "samples": [("ab\n", "ba", 1.0)]}
     }
-    example.write_report(tmp_path / "report.md", card, "cd\n", "dc")
+    quantised = tmp_path / "grpo-q8_0.gguf"
+    quantised.write_bytes(bytes(1_700))
+    example.write_report(tmp_path / "report.md", card, quantised, "cd\n", "dc")
     lines = (tmp_path / "report.md").read_text().splitlines()
     assert "| grpo | 50.0% | 100.0% |" in lines
+    assert "`grpo-q8_0.gguf` takes 2 kB, and was read back." in lines
     assert "- grpo, right: `'ab\\nba'`" in lines
     assert lines[-1] == "`zjax serve` was asked `'cd\\n'`, and wrote `'dc'`."
 
@@ -75,6 +78,6 @@ def test_the_example_runs_from_text_to_a_server(tmp_path):
     run(FOLDER / "run.py", f"--directory={tmp_path}", *TINY, seconds=600)
     report = (tmp_path / "reverse" / "report.md").read_text()
     assert "`zjax serve` was asked `'mrs mdy\\n'`, and wrote `" in report
-    for stage in ("pretraining", "supervised", "grpo"):
+    for stage in ("pretraining", "supervised", "grpo", "grpo-q8_0.gguf"):
         assert f"| {stage} | " in report
     assert (tmp_path / "reverse" / "report.png").stat().st_size > 10_000
