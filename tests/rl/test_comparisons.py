@@ -1,5 +1,7 @@
 """Objectives on packed rows: golden values, padding, and places in a row."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,9 +48,8 @@ def batch_of(**arrays):
 def sums_of(objective, values, fill=0, compute=comparisons.comparison_sums, **arrays):
     """Computes in float64, on the golden sequences packed with a fill elsewhere."""
     with jax.enable_x64(True):
-        found = compute(
-            objective, jnp.asarray(packed(values, fill)), batch_of(**arrays)
-        )
+        compiled = jax.jit(functools.partial(compute, objective))
+        found = compiled(jnp.asarray(packed(values, fill)), batch_of(**arrays))
         return jax.tree.map(np.asarray, found)
 
 
@@ -128,7 +129,9 @@ def test_lists_of_any_length_weigh_as_one():
     }
     rewards = jnp.array([[1.0, 2.0, 9.0, 3.0, 9.0], [0.5, 1.0, 9.0, 9.0, 9.0]])
     objective = settings.RewardModel(centering=0.1)
-    found = comparisons.reward_sums(objective, rewards, batch)
+    found = jax.jit(functools.partial(comparisons.reward_sums, objective))(
+        rewards, batch
+    )
     pairs = [(3.0, 1.0), (3.0, 2.0), (1.0, 2.0)]
     losses = [np.logaddexp(0, b - a) + 0.1 * (a + b) ** 2 for a, b in pairs]
     last = np.logaddexp(0, -0.5) + 0.1 * 1.5**2
@@ -140,8 +143,10 @@ def test_lists_of_any_length_weigh_as_one():
 def test_gradients_reach_completions_alone():
     batch = batch_of(reference_logprobs=reference().astype(np.float32))
 
-    def loss(logprobs):
+    @jax.jit
+    @jax.grad
+    def gradient_of(logprobs):
         return comparisons.comparison_sums(settings.Dpo(), logprobs, batch).loss_sum
 
-    gradient = jax.grad(loss)(jnp.asarray(packed(spoiled(NEW), np.nan), jnp.float32))
-    np.testing.assert_array_equal(gradient != 0, packed(MASK) > 0)
+    gradient = gradient_of(jnp.asarray(packed(spoiled(NEW), np.nan), jnp.float32))
+    np.testing.assert_array_equal(np.asarray(gradient) != 0, packed(MASK) > 0)

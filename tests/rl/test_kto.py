@@ -97,7 +97,7 @@ def test_trap_1_no_split_changes_loss_or_gradient(num_microbatches):
 
     with jax.enable_x64(True):
         found, expected = (
-            jax.value_and_grad(functools.partial(split, num_parts=n))(
+            jax.jit(jax.value_and_grad(functools.partial(split, num_parts=n)))(
                 jnp.asarray(NEW[rows])
             )
             for n in (num_microbatches, 1)

@@ -79,17 +79,19 @@ def test_margins_get_no_gradient():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_masked_rewards_reach_nothing(value):
+    @jax.jit
+    @jax.value_and_grad
     def pairs(x, margins):
         losses = pair_losses(x, (True, True, False), margins=margins, centering=0.1)
         return losses.sum()
 
     bad = PAIRS.copy(), MARGINS.copy()
     bad[0][2], bad[1][2] = value, value
-    found = jax.value_and_grad(pairs)(*map(jnp.asarray, bad))
-    clean = jax.value_and_grad(pairs)(jnp.asarray(PAIRS), jnp.asarray(MARGINS))
+    found = pairs(*map(jnp.asarray, bad))
+    clean = pairs(jnp.asarray(PAIRS), jnp.asarray(MARGINS))
     jax.tree.map(np.testing.assert_array_equal, found, clean)
 
-    total = jax.value_and_grad(lambda x: list_losses(x, centering=0.1).sum())
+    total = jax.jit(jax.value_and_grad(lambda x: list_losses(x, centering=0.1).sum()))
     found = total(jnp.asarray(np.where(MASK, LISTS, value)))
     jax.tree.map(np.testing.assert_array_equal, found, total(jnp.asarray(LISTS)))
 
