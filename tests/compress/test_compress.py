@@ -32,7 +32,8 @@ from zjax.compress.sizes import sizes_of
 from zjax.compress.walk import AFTER, BEFORE, NEAREST, Walk
 from zjax.config.flags import changes_given
 from zjax.config.load import load_config
-from zjax.errors import ConfigError, ProcessError
+from zjax.data.source import SyntheticRows
+from zjax.errors import CheckpointError, ConfigError, ProcessError
 from zjax.generation.loading import WITHOUT_MOMENTS
 from zjax.models.build import make_model
 from zjax.models.recording import Recorder, recording_stack
@@ -42,6 +43,7 @@ from zjax.settings.compress import RECIPES, Smoothquant
 from zjax.stack.forward import run_stack
 from zjax.weights.compressed_tensors import unpack
 from zjax.weights.files import num_bytes, open_files
+from zjax.weights.source import Source
 
 DATA = {
     "data": {"source": "synthetic", "length": 16},
@@ -436,7 +438,8 @@ def test_a_failing_picture_costs_no_blocks(compressed, monkeypatch):
 
 def test_all_problems_are_told_before_anything_is_computed(tmp_path, monkeypatch):
     rules = [{"pattern": "nothing"}, {"weights": "compute"}]
-    opened = open_family("llama", "smoothquant", rules=rules, num_rows=1 << 41)
+    opened = open_family("llama", "smoothquant", rules=rules, num_rows=4)
+    monkeypatch.setattr(SyntheticRows, "__len__", lambda _: 3)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     monkeypatch.setattr(compressing, "Walk", None)
@@ -452,7 +455,8 @@ def test_all_problems_are_told_before_anything_is_computed(tmp_path, monkeypatch
         "compress.method='smoothquant' moves outliers of activations, but no rule "
         "rounds activations; set activations of a rule, or use gptq or awq"
     ) in text
-    assert "rows of the train data; use 1099511627776 or fewer" in text
+    rows = "is more than the 3 rows of the train data; use 3 or fewer"
+    assert f"compress.num_rows=4 {rows}" in text
     assert f"--output='{tmp_path}/out' exists and is not empty; name a new" in text
 
 
@@ -465,6 +469,72 @@ def test_rules_without_meaning_are_refused():
         "with \\",
         "compress.rules[1].group_size=128 is no group of weights='mxfp4'; use 32",
     ]
+
+
+def test_numbers_out_of_range_and_groups_of_one_are_refused(monkeypatch):
+    """Fails if a recipe rounds by numbers that no run takes."""
+    changes = {"num_rows": 0, "method": {"kind": "gptq", "damp": -1.0}}
+    opened = open_family("llama", rules=[{"group_size": -1}], **changes)
+    found = compressing.problems_of(opened, opened.config.compress, "out")
+    assert [str(x) for x in found] == [
+        "compress.rules[0].group_size=-1 is out of range; use 0 or more",
+        "compress.method.damp=-1.0 is out of range; use more than 0",
+        "compress.num_rows=0 is out of range; use 1 or more",
+    ]
+    monkeypatch.setattr(compressing, "inputs_of", lambda _: {"blocks/mlp/up": 23})
+    found = compressing.problems_of(*opened_with([{"group_size": 5}]), "out")
+    assert [str(x) for x in found] == [
+        "compress.rules[0].group_size=5 lets none of the 23 inputs of blocks/mlp/up "
+        "share a scale; use 23, or 0 for one scale of all inputs"
+    ]
+
+
+def test_weights_that_are_not_finite_are_refused_at_their_block(tmp_path):
+    """Fails if hours of calibration end in weights that no code stands for."""
+    opened = open_family("llama", "nearest", num_heldout_rows=1)
+    source, name = opened.source, "blocks.mlp.down.kernel[0]"
+
+    def read(given, index):
+        values = source.read(given, index)
+        return values * np.nan if given == name else values
+
+    broken = dataclasses.replace(opened, source=Source(source.entries, read))
+    walk, _ = walk_of(broken)
+    with pytest.raises(CheckpointError) as error:
+        walk.run(PartialOutput(str(tmp_path / "out"), {}))
+    assert str(error.value) == (
+        "tensor='blocks/mlp/down/kernel[0]' is not finite everywhere; compress another "
+        "checkpoint"
+    )
+
+
+def test_activations_of_experts_are_refused():
+    rules = [{"weights": "int8", "group_size": 4, "activations": "int8"}]
+    opened = open_family("mixtral", "nearest", rules=rules)
+    found = compressing.problems_of(opened, opened.config.compress, "out")
+    assert [str(x) for x in found] == [
+        "compress.rules[0].activations='int8' is not honoured for the experts of "
+        "blocks/mlp/experts/up; give experts a rule of their own, before this one"
+    ]
+
+
+def test_an_output_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    output = str(tmp_path / "file" / "out")
+    found = compressing.problems_of(*opened_with([{"group_size": 8}]), output)
+    assert [str(x) for x in found] == [
+        f"--output='{output}' lies below {tmp_path}/file, a file; name a new directory"
+    ]
+
+
+def test_data_of_other_tokens_is_refused(tmp_path):
+    """Fails if bytes calibrate a checkpoint with a tokenizer of its own."""
+    with pytest.raises(ConfigError) as error:
+        compress(typed("compress", f"--model={FOLDER / 'llama'}", "--output=out"))
+    assert str(error.value) == (
+        "data.source='standard_library' has 257 tokens, which are not the 61 of "
+        "--model; give texts by data.source=tokens, of `zjax data prepare`"
+    )
 
 
 def opened_with(rules):
@@ -502,6 +572,7 @@ def test_the_command_takes_recipes_and_changes(tmp_path, capsys, monkeypatch):
         "--recipe=w4a16_awq",
         f"--output={tmp_path / 'out'}",
         "--config.compress.num_rows=7",
+        "--config.data.source=synthetic",
     )
     compress(typed("compress", *words))
     assert (told["settings"].method.kind, told["settings"].num_rows) == ("awq", 7)

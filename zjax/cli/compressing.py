@@ -24,6 +24,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.files import local_path, parse_json, read_text
 from zjax.generation.loading import WITHOUT_MOMENTS
 from zjax.settings.compress import RECIPES
+from zjax.settings.derived import VOCABULARIES
 from zjax.settings.schema import Config
 
 _RECIPE = "w4a16_gptq"
@@ -99,6 +100,7 @@ def open_weights(
         start = settings_of_weights(directory) | WITHOUT_MOMENTS
         start |= {"compress": RECIPES[_RECIPE] if recipe is None else recipe}
         config = load_config({}, start, *changes_given(given))
+        _check_tokens(config)
         tokenizer = CheckpointTokenizer(None, pathlib.Path(directory))
         return open_huggingface(config), (tokenizer, find_start(directory))
     config = run_settings(given, recipe)
@@ -108,6 +110,15 @@ def open_weights(
     commands.report_weights(part, step)
     start = find_start(config.checkpoint.init_from)
     return opened, (tokenizer_of_run(store, step), start)
+
+
+def _check_tokens(config: Config) -> None:
+    """Refuses bytes, the default of the data, for a checkpoint of other tokens."""
+    source, size = config.data.source, config.model.vocab_size
+    if source == "standard_library" and size != (most := VOCABULARIES[source]):
+        problem = f"has {most} tokens, which are not the {size} of --model"
+        remedy = "give texts by data.source=tokens, of `zjax data prepare`"
+        raise ConfigError(Problem("data.source", source, problem, remedy))
 
 
 def run_settings(given: flags.FlagValues, recipe: dict[str, Any] | None) -> Config:

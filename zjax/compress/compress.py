@@ -16,7 +16,7 @@ from zjax.compress.partial import (
     directory_of,
     foreign_problems,
 )
-from zjax.compress.parts import layers_of, rule_of
+from zjax.compress.parts import inputs_of, layers_of, rule_of
 from zjax.compress.report import Compared, describe_scores, plot_scores
 from zjax.compress.sizes import find_memory, sizes_of
 from zjax.compress.walk import BEFORE, Walk
@@ -24,9 +24,11 @@ from zjax.config.check import rounding_rule_problems
 from zjax.config.quantize_rules import unused_rule_problems
 from zjax.data.calibration import digest_batches, read_batches, row_problems
 from zjax.data.source import open_rows
-from zjax.errors import ConfigError, Problem, check_installed
+from zjax.errors import ConfigError, DataError, Problem, check_installed
+from zjax.models.rounded import group_problems
 from zjax.processes import hold
 from zjax.settings.compress import Compress, Smoothquant
+from zjax.settings.ranges import range_problems
 from zjax.settings.schema import Config
 
 PICTURE = "size_and_loss.png"
@@ -122,9 +124,11 @@ def compress_weights(
 
 def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Problem]:
     """Yields settings that do not fit the model, the data or the output."""
+    broken = [*range_problems(opened.config)]
     unusable = [*rounding_rule_problems("compress.rules", settings.rules)]
-    if unusable:  # patterns that are no expressions cannot be searched
-        yield from unusable
+    yield from (*broken, *unusable)
+    # Patterns that are no expressions cannot be searched.
+    if unusable or any(x.field.startswith("compress.rules") for x in broken):
         return
     paths = layers_of(opened.decoder)
     chosen = {path: rule_of(settings, path) for path in paths}
@@ -132,6 +136,9 @@ def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Pro
     if not any(rule and rule.weights != "compute" for rule in chosen.values()):
         problem, remedy = "round no weights", "give a rule with weights such as int4"
         yield Problem("compress.rules", len(settings.rules), problem, remedy)
+    yield from group_problems(
+        "compress.rules", settings.rules, inputs_of(opened.decoder)
+    )
     yield from _activation_problems(settings, paths, chosen)
     if opened.config.model.moe and settings.method.calibrates:
         moe: Any = opened.config.model.moe
@@ -139,16 +146,24 @@ def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Pro
             problem = "has experts that choose tokens, which are not recorded"
             remedy = "use compress.method=nearest"
             yield Problem("model.moe", moe.kind, problem, remedy)
-    yield from _row_problems(opened.config, settings)
-    target = pathlib.Path(output)
+    if not broken:
+        yield from _row_problems(opened.config, settings)
+    yield from _output_problems(output)
+
+
+def _output_problems(output: str) -> Iterator[Problem]:
+    """Yields an output that is no new directory."""
+    target, remedy = pathlib.Path(output), "name a new directory"
     if target.name in ("", ".."):
-        problem, remedy = "is no name of a new directory", "name a new directory"
-        yield Problem("--output", output, problem, remedy)
+        yield Problem("--output", output, "is no name of a new directory", remedy)
+        return
+    above = next(x for x in target.absolute().parents if x.exists())
+    if not above.is_dir():
+        yield Problem("--output", output, f"lies below {above}, a file", remedy)
         return
     yield from foreign_problems(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        problem, remedy = "exists and is not empty", "name a new directory"
-        yield Problem("--output", output, problem, remedy)
+        yield Problem("--output", output, "exists and is not empty", remedy)
 
 
 def _activation_problems(
@@ -166,7 +181,8 @@ def _activation_problems(
         rule = chosen[experts[0]]
         problem = f"is not honoured for the experts of {experts[0]}"
         remedy = "give experts a rule of their own, before this one"
-        yield Problem("compress.rules.activations", rule.activations, problem, remedy)
+        field = f"compress.rules[{settings.rules.index(rule)}].activations"
+        yield Problem(field, rule.activations, problem, remedy)
 
 
 def _row_problems(config: Config, settings: Compress) -> Iterator[Problem]:
@@ -175,7 +191,10 @@ def _row_problems(config: Config, settings: Compress) -> Iterator[Problem]:
         if split == "train" and not settings.method.calibrates:
             continue
         number = {f"compress.{name}": getattr(settings, name)}
-        yield from row_problems(open_rows(config, split), number, split)
+        try:
+            yield from row_problems(open_rows(config, split), number, split)
+        except DataError as error:
+            yield from error.problems
 
 
 def read_rows(

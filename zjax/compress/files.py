@@ -93,7 +93,7 @@ def layout_of(
             tensors.entries, model, kind, RECIPE, scheme, left
         )
     except ConfigError as error:
-        return plain._replace(why_plain=error.problems[0].problem)
+        return plain._replace(why_plain=f"{RECIPE} {error.problems[0].problem}")
     packed = quantized.pack_source(tensors, choice.coded, scheme, dtype=dtype)
     coded = frozenset(path for tensor in choice.coded for path in owners[tensor])
     uncoded = dict.fromkeys(rounded.keys() - coded, "layers share a tensor with others")

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from zjax.checkpoint.learned import grids_of
 from zjax.compress.files import FileLayout
 from zjax.compress.opened import Opened
-from zjax.compress.parts import layers_of, parts_of, places_of, rule_of
-from zjax.models.rounded import linear_layers, num_inputs_of
+from zjax.compress.parts import inputs_of, layers_of, parts_of, places_of, rule_of
 from zjax.settings.compress import Awq, Compress, Smoothquant
 from zjax.settings.quantize import Quantize
 
@@ -61,8 +60,7 @@ def _without_factors(opened: Opened, settings: Compress) -> Iterator[str]:
 
 def _rounded_again(opened: Opened, settings: Compress) -> dict[str, list[str]]:
     """Returns the layers that leave the grid which a run learned, by that grid."""
-    inputs = num_inputs_of(linear_layers(opened.decoder))
-    inputs = {path: inputs[path] for path in layers_of(opened.decoder)}
+    inputs = inputs_of(opened.decoder)
     learned = grids_of(opened.learned or Quantize(rules=()), inputs)
     after = grids_of(Quantize(rules=settings.rules), inputs)
     moves, found = isinstance(settings.method, Smoothquant), dict[str, list[str]]()

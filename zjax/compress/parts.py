@@ -8,6 +8,7 @@ from zjax.compress.folding import folds_in
 from zjax.compress.grid import Grid
 from zjax.models.block import segments_of
 from zjax.models.recording import Layer, layers_in
+from zjax.models.rounded import linear_layers, num_inputs_of
 from zjax.models.stack import Decoder, make_stack
 from zjax.settings.compress import Compress, Smoothquant
 from zjax.settings.quantize import Quantize, Rule
@@ -54,6 +55,12 @@ def layers_of(decoder: Decoder) -> dict[str, Layer]:
         for prefix, name in names.items()
         for layer in layers_in(segments[name])
     }
+
+
+def inputs_of(decoder: Decoder) -> dict[str, int]:
+    """Counts the inputs of the matrices that rules may round, by path of the layer."""
+    inputs = num_inputs_of(linear_layers(decoder))
+    return {path: inputs[path] for path in layers_of(decoder)}
 
 
 class BlockParts(NamedTuple):

@@ -50,7 +50,7 @@ def report_recipes(config: Config, device: str = "") -> str:
         layout = layout_of(config, decoder, shapes, settings)
         sizes = sizes_of(config.model, layout)
         if layout.why_plain:
-            notes.append(f"{name}: plain weights: {layout.why_plain}")
+            notes.append(f"{name}: plain: {layout.why_plain}")
         time = f"{milliseconds(sizes, memory):.3g}"
         rows.append((name, format_bytes(sizes.total), time))
     table = render_table(("weights", "size", "ms a token"), rows, right=(1, 2))

@@ -30,6 +30,7 @@ from zjax.compress.parts import (
 )
 from zjax.compress.scores import Score, Scorer
 from zjax.compress.statistics import Statistics, add_tokens, empty
+from zjax.errors import CheckpointError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.block import segments_of
 from zjax.models.nnx import nest_named
@@ -105,6 +106,7 @@ class Walk:
         self._start(outside)
         for index, place in enumerate(places_of(self._opened.decoder)):
             params = self._opened.read_block(place.name, place.number)
+            _check_finite(place, params)
             found = output.read(index)
             if found is None:
                 rounded, added = self._compress(place, params)
@@ -310,6 +312,15 @@ class Walk:
             expected = tokens if expected is None else expected
             scores[name] = score
         return scores
+
+
+def _check_finite(place: BlockPlace, params: Arrays) -> None:
+    """Refuses a block with weights that no code stands for."""
+    wrong = [path for path, x in params.items() if not bool(jnp.isfinite(x).all())]
+    if wrong:
+        problem, remedy = "is not finite everywhere", "compress another checkpoint"
+        names = (place.named(path) for path in wrong)
+        raise CheckpointError(*(Problem("tensor", x, problem, remedy) for x in names))
 
 
 def _share(inputs: Mapping[str, Any], prefix: str) -> dict[str, str]:

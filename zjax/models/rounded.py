@@ -7,7 +7,7 @@ are rounded and the adapters are not, as in the QAT of torchao with LoRA.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -85,25 +85,35 @@ def num_inputs_of(found: Mapping[str, Any]) -> dict[str, int]:
 
 def check_groups(depths: Mapping[str, int], settings: Quantize) -> None:
     """Refuses sizes of groups that let no inputs of some layer share a scale."""
-    problems = []
-    for number, rule in enumerate(settings.rules):
+    if problems := [*group_problems("quantize.rules", settings.rules, depths)]:
+        raise ConfigError(*problems)
+
+
+def group_problems(
+    field: str, rules: tuple[Rule, ...], depths: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Yields sizes of groups that let no inputs of some layer share a scale.
+
+    Args:
+        field: Name of the rules in messages.
+        rules: Rules, of which the first that matches decides.
+        depths: Inputs of the linear layers by path.
+    """
+    settings = Quantize(rules=rules)
+    for number, rule in enumerate(rules):
         own = {p: n for p, n in depths.items() if settings.rule_of(p) is rule}
-        if rule.weights == "compute":
-            continue
-        if odd := [n for n in own.values() if n % Rule.MX_GROUP]:
+        name, weights = f"{field}[{number}]", rule.weights
+        if weights == "mxfp4" and (
+            odd := [n for n in own.values() if n % Rule.MX_GROUP]
+        ):
             problem = f"needs inputs that {Rule.MX_GROUP} divides, not {odd[0]}"
-            field = f"quantize.rules[{number}].weights"
-            if rule.weights == "mxfp4":
-                problems.append(Problem(field, "mxfp4", problem, "use 'int4'"))
+            yield Problem(f"{name}.weights", "mxfp4", problem, "use 'int4'")
         single = [p for p, n in own.items() if group_size(n, rule.group_size) == 1 < n]
-        if single and rule.weights != "mxfp4":
+        if single and weights not in ("compute", "mxfp4"):
             depth = own[single[0]]
             problem = f"lets none of the {depth} inputs of {single[0]} share a scale"
-            field = f"quantize.rules[{number}].group_size"
             remedy = f"use {depth}, or 0 for one scale of all inputs"
-            problems.append(Problem(field, rule.group_size, problem, remedy))
-    if problems:
-        raise ConfigError(*problems)
+            yield Problem(f"{name}.group_size", rule.group_size, problem, remedy)
 
 
 def round_params(model: Model, settings: Quantize) -> Model:
