@@ -11,6 +11,7 @@ import pytest
 import zjax
 from tests.rl.test_policy import ADVANTAGES, OLD, ROLLOUTS, make_config
 from tests.support import policies, small_run
+from tests.support.first_state import first_state
 from tests.support.trees import stacked, unpadded
 from zjax import rl
 from zjax.run.build import make_run
@@ -28,19 +29,13 @@ def make_batch():
 
 
 def start(make, settings="mesh.data=1"):
-    """A run whose values are not 0."""
+    """A run whose weights are not drawn, and whose values are not 0."""
     config = make_config(f"{settings} model.value_head=True")
     devices = jax.devices()[: config.mesh.data * config.mesh.tensor]
     model = make(config)
-    drawn = jax.random.normal(jax.random.key(5), (policies.MODEL["embed_size"],))
-
-    def init(key):
-        params, state = make(config).init(key)
-        return params | {"head": params["head"] | {"value": drawn}}, state
-
-    given = zjax.typing.dataclasses.replace(model, init=init)
     batch = make_batch().batch
-    return make_run(config, given, optax.sgd(1.0), devices=devices, batch=batch), batch
+    given = {"devices": devices, "batch": batch, "restore": first_state(config, model)}
+    return make_run(config, model, optax.sgd(1.0), **given), batch
 
 
 def params_of(run, state):
@@ -89,11 +84,8 @@ def test_values_are_products_with_hidden_states():
         np.testing.assert_allclose(unpacked[i], by_hand[i], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings", ["mesh.data=1", "mesh.data=2 zero.stage=3 num_microbatches=2"]
-)
-def test_a_critic_of_its_own_learns_values(settings):
-    run, batch = start(critic, settings)
+def test_a_critic_of_its_own_learns_values():
+    run, batch = start(critic, "mesh.data=2 zero.stage=3 num_microbatches=2")
     before, model = params_of(run, run.state), run.model
     loss = functools.partial(loss_by_hand, model)
     expected, gradient = jax.jit(jax.value_and_grad(loss))(before)
@@ -126,7 +118,11 @@ def test_a_policy_and_values_share_blocks():
 
 
 def test_a_critic_starts_from_a_model_without_values(tmp_path):
-    small_run.stop(tmp_path / "sft", steps=1, num_devices=1)
+    """Weights of another seed than the critic's, which it would draw itself."""
+    saved = small_run.make_trainer(tmp_path / "sft", "seed=1", num_devices=1)
+    with saved.loader:
+        saved.save()
+    saved.close()
     config = small_run.make_config(
         tmp_path / "critic",
         "model.value_head=True",
@@ -141,7 +137,6 @@ def test_a_critic_starts_from_a_model_without_values(tmp_path):
     run = make_run(config, model, optax.sgd(1.0), devices=devices, batch=batch)
     found = params_of(run, run.state)
     np.testing.assert_array_equal(found["head"].pop("value"), 0)
-    saved = small_run.make_trainer(tmp_path / "sft", num_devices=1)
     jax.tree.map(np.testing.assert_array_equal, found, small_run.arrays(saved))
 
 
@@ -156,7 +151,8 @@ def test_models_without_values_are_refused():
         assert str(error.value) == text
     plain = rl.policy_model(config, rl.Objective())
     devices, batch = jax.devices()[:1], make_batch().batch
-    run = make_run(config, plain, optax.sgd(1.0), devices=devices, batch=batch)
+    given = {"devices": devices, "batch": batch, "restore": first_state(config, plain)}
+    run = make_run(config, plain, optax.sgd(1.0), **given)
     with pytest.raises(zjax.errors.ModelError) as error:
         rl.values_of(run, run.state, batch)
     assert str(error.value) == (

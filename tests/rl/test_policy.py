@@ -13,8 +13,10 @@ from flax import nnx
 
 import zjax
 from tests.support import policies
+from tests.support.first_state import first_state, first_weights
 from tests.support.trees import stacked, unpadded
 from zjax import rl
+from zjax.models.build import make_model
 from zjax.run.build import make_run
 from zjax.sharding import plan
 
@@ -65,7 +67,8 @@ def step_of(objective, batch, settings="mesh.data=1"):
     mesh = config.mesh
     number = mesh.data * mesh.tensor * mesh.pipeline * mesh.sequence
     devices = jax.devices()[:number]
-    run = make_run(config, model, optax.sgd(1.0), devices=devices, batch=batch)
+    given = {"devices": devices, "batch": batch, "restore": first_state(config, model)}
+    run = make_run(config, model, optax.sgd(1.0), **given)
     before = stacked(unpadded(run.state.master, run.plan.master))
     state, metrics = run.step(run.state, batch)
     after = stacked(unpadded(state.master, run.plan.master))
@@ -117,9 +120,8 @@ def weight_of(aggregation):
 
 
 @functools.cache
-def expected(aggregation):
+def expected(aggregation, layers=""):
     """Loss and gradient of the rollouts that count."""
-    _, _, params = step_of(OBJECTIVE, packed().batch)
     token_loss = CASES[aggregation][1]
     kept = [i for i in range(len(ROLLOUTS)) if i != 4]
 
@@ -127,8 +129,10 @@ def expected(aggregation):
         return token_loss(kept[i], *args)
 
     rollouts = [ROLLOUTS[i] for i in kept]
+    config = make_config(layers)
+    params = first_weights(make_model(config).init)
     return policies.oracle(
-        make_config(), params, rollouts, loss_of_kept, weight_of(aggregation)
+        config, params, rollouts, loss_of_kept, weight_of(aggregation)
     )
 
 
@@ -158,22 +162,26 @@ def test_a_step_equals_the_oracle(aggregation, settings):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "layers"),
     [
         pytest.param(
-            "mesh.pipeline=2 mesh.data=2 zero.stage=1 num_microbatches=2",
+            "mesh.pipeline=2 mesh.data=2 zero.stage=1 num_microbatches=2 ",
+            "model.num_layers=2",
             marks=pytest.mark.slow,
         ),
-        "mesh.sequence=2 mesh.data=2 model.sequence_attention=ring",
-        "mesh.data=2 zero.stage=2 zero.offload=pinned_host "
-        "zero.offload.parameter_memory=pinned_host model.remat=full",
+        ("mesh.sequence=2 mesh.data=2 model.sequence_attention=ring", ""),
+        (
+            "mesh.data=2 zero.stage=2 zero.offload=pinned_host "
+            "zero.offload.parameter_memory=pinned_host model.remat=full",
+            "",
+        ),
     ],
     ids=["pipeline", "ring", "host"],
 )
-def test_stacks_train_the_policy(settings, monkeypatch):
+def test_stacks_train_the_policy(settings, layers, monkeypatch):
     monkeypatch.setattr(plan, "MIN_MOVED_BYTES", 0)
-    found = step_of(SEQUENCES, packed("sequence_mean").batch, settings)
-    assert_equal(found, expected("sequence_mean"))
+    found = step_of(SEQUENCES, packed("sequence_mean").batch, settings + layers)
+    assert_equal(found, expected("sequence_mean", layers))
 
 
 def test_padding_and_rows_change_nothing():
@@ -181,7 +189,7 @@ def test_padding_and_rows_change_nothing():
     batch = packed(num_rows=16, shares_rows=False).batch
     assert (batch["segment_ids"] == 0).all(1).sum() == 8
     assert_equal(
-        step_of(OBJECTIVE, batch, "mesh.data=1 global_batch_size=16"),
+        step_of(OBJECTIVE, batch, "mesh.data=8 global_batch_size=16"),
         expected("token_mean"),
     )
 

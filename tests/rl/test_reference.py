@@ -14,6 +14,7 @@ from tests.rl.test_policy import (
     packed,
 )
 from tests.support import policies
+from tests.support.first_state import first_state
 from tests.support.trees import stacked, unpadded
 from zjax import rl
 from zjax.run.build import make_run
@@ -28,7 +29,10 @@ def start(settings="mesh.data=1", objective=OBJECTIVE):
     mesh = config.mesh
     devices = jax.devices()[: mesh.data * mesh.tensor * mesh.sequence]
     model = rl.policy_model(config, objective)
-    return make_run(config, model, optax.sgd(1.0), devices=devices, batch=batch), batch
+    given = {"devices": devices, "batch": batch}
+    if not config.lora:  # whose own start changes nothing
+        given["restore"] = first_state(config, model)
+    return make_run(config, model, optax.sgd(1.0), **given), batch
 
 
 def by_hand(run, state):
@@ -150,7 +154,8 @@ def test_a_model_without_log_probabilities_is_refused():
     )
     config, batch = make_config("mesh.data=1"), packed().batch
     devices = jax.devices()[:1]
-    run = make_run(config, model, optax.sgd(1.0), devices=devices, batch=batch)
+    given = {"devices": devices, "batch": batch, "restore": first_state(config, model)}
+    run = make_run(config, model, optax.sgd(1.0), **given)
     with pytest.raises(zjax.errors.ModelError) as error:
         rl.logprobs_of(run, run.state, batch)
     assert str(error.value) == (

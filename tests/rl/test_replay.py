@@ -11,13 +11,16 @@ from flax import nnx
 
 from tests.rl.test_policy import ADVANTAGES, ROLLOUTS, make_config
 from tests.support import policies
+from tests.support.first_state import first_state
 from zjax import rl
 from zjax.run.build import make_run
 from zjax.sharding import plan
 
 EXPERTS = 4
-MIXTURES = "model.moe=token_choice model.moe.num_experts=4 model.moe.top_k=2 "
-PLACES = {"": 2, "model.moe.first_dense=1 model.num_layers=5 model.moe.every=2 ": 2}
+MIXTURES = (
+    "model.num_layers=2 "
+    "model.moe=token_choice model.moe.num_experts=4 model.moe.top_k=2 "
+)
 OBJECTIVE = rl.Objective(temperature=policies.TEMPERATURE)
 
 
@@ -42,7 +45,8 @@ def start(settings, batch, objective=OBJECTIVE):
     mesh = config.mesh
     number = mesh.data * mesh.tensor * mesh.expert * mesh.pipeline
     model, devices = rl.policy_model(config, objective), jax.devices()[:number]
-    return make_run(config, model, optax.sgd(0.0), devices=devices, batch=batch)
+    given = {"devices": devices, "batch": batch, "restore": first_state(config, model)}
+    return make_run(config, model, optax.sgd(0.0), **given)
 
 
 def loads(metrics):

@@ -1,6 +1,7 @@
 """A saved reward model judges rollouts by the value of the last token."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -12,6 +13,7 @@ import zjax
 from tests.rl.test_critic import values_by_hand
 from tests.rl.test_policy import ROLLOUTS, make_config, packed
 from tests.support import policies, small_run
+from tests.support.first_state import first_state
 from zjax import rl
 from zjax.run.build import make_run
 
@@ -38,7 +40,8 @@ def policy(settings):
     config, batch = make_config(settings), packed().batch
     model = rl.policy_model(config, rl.Objective())
     devices = jax.devices()[: config.mesh.data]
-    return make_run(config, model, optax.sgd(1.0), devices=devices, batch=batch)
+    given = {"devices": devices, "batch": batch, "restore": first_state(config, model)}
+    return make_run(config, model, optax.sgd(1.0), **given)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,8 @@ def test_rewards_are_values_of_last_tokens(judge, memory):
     sizes = [len(x.prompt_ids) + len(x.ids) for x in texts]
     kept = [i for i, size in enumerate(sizes) if size <= policies.LENGTH]
     fitting = [texts[i] for i in kept]
-    by_hand = values_by_hand(trainer.run.model, params, fitting)
+    compute = functools.partial(values_by_hand, trainer.run.model, rollouts=fitting)
+    by_hand = jax.jit(compute)(params)
     for i, values in zip(kept, by_hand, strict=True):
         np.testing.assert_allclose(rewards[i], values[-1], rtol=1e-4, atol=1e-5)
     assert len({round(x, 4) for x in rewards}) == len(rewards)

@@ -12,7 +12,7 @@ VOCAB, LENGTH = 41, 16
 SHAPES = ((3, 5), (2, 9), (1, 4), (4, 12), (2, 1), (6, 7), (3, 3), (5, 2), (2, 8))
 """Tokens of prompt and completion of each rollout."""
 MODEL = {
-    "num_layers": 2,
+    "num_layers": 1,
     "embed_size": 16,
     "mlp_size": 24,
     "num_heads": 4,
