@@ -133,6 +133,8 @@ class Device:
 def parts_of(plan):
     """The pass of each shard."""
     number = len(plan.tables)
+    if number == 1:
+        return [plan]
 
     def split(pieces):
         nothing = [None] * number
