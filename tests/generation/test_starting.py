@@ -25,6 +25,9 @@ pytestmark = pytest.mark.usefixtures("greedy")
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PASSES = "jit(run_pass)", "jit(run_steps)"
+SPLIT = "zero.stage=3", "model.moe.num_experts=4", "mesh.expert=2", "mesh.tensor=2"
+SPLIT += "mesh.sequence=2", "model.num_layers=2"
+"""Settings of a run whose rows, heads, experts and tokens are split."""
 
 
 @pytest.fixture
@@ -79,25 +82,25 @@ def run(*settings):
 
     def write(tmp_path, max_length):
         model = {"model": {"max_length": max_length, "vocab_size": 260}}
-        every = "checkpoint.every_steps=1", "num_steps=1", "model.dropout_rate=0"
-        config = small_run.fit(tmp_path / "run", model, *every, *settings).config
-        return lambda: open_run(config, "raw", 1, Prompts(make_bytes()))[0]
+        given = tmp_path / "run", model, "model.dropout_rate=0", *settings
+        small_run.stop(*given, steps=0)
+        config = small_run.make_config(*given)
+        return lambda: open_run(config, "raw", 0, Prompts(make_bytes()))[0]
 
     return write
 
 
-# Lengths differ, as programs of equal models are shared. On meshes a row is enough:
-# each size takes seconds to compile.
+# Lengths differ, as programs of equal models are shared. One case has the sizes of two
+# rows: each size takes a second or more to compile.
 @pytest.mark.parametrize(
     ("write", "max_length", "max_rows", "dtypes"),
     [
         (directory, 72, 2, {}),
-        (directory, 73, 2, {"weight_dtype": "int8", "cache_dtype": "float8"}),
-        (directory, 74, 2, {"weight_dtype": "int4"}),
-        (run("mesh.tensor=2", "mesh.sequence=2", "model.num_layers=2"), 75, 1, {}),
-        (run("zero.stage=3", "model.moe.num_experts=4", "mesh.expert=4"), 76, 1, {}),
+        (directory, 73, 1, {"weight_dtype": "int8", "cache_dtype": "float8"}),
+        (directory, 74, 1, {"weight_dtype": "int4"}),
+        (run(*SPLIT), 75, 1, {}),
     ],
-    ids=["directory", "int8", "int4", "tensor", "experts"],
+    ids=["directory", "int8", "int4", "mesh"],
 )
 def test_all_sizes_compile_once_before_the_weights_are_there(
     tmp_path, monkeypatch, ahead, write, max_length, max_rows, dtypes
