@@ -83,6 +83,12 @@ def started(request):
     return start(MODELS[request.param])
 
 
+@pytest.fixture(scope="module")
+def linen():
+    """What is of the logits is the same of both kinds of modules."""
+    return start(MODELS["linen"])
+
+
 def make(started, **settings):
     return zjax.Generator(*started, **({"max_length": 96, "max_rows": 4} | settings))
 
@@ -118,11 +124,11 @@ def test_texts_are_the_most_likely_and_the_cost_is_told(started, monkeypatch, ca
 
 
 @pytest.mark.usefixtures("greedy")
-def test_prompts_are_scored(started):
+def test_prompts_are_scored(linen):
     """Fails if a chunk is scored without the text before, or behind padding."""
-    module = started[0].bind(started[1])
+    module = linen[0].bind(linen[1])
     prompts = [*PROMPTS, RNG.integers(0, VOCAB_SIZE, size=96).tolist()]
-    with make(started) as generator:
+    with make(linen) as generator:
         wanted = [text.ids for text in generator.generate(PROMPTS[:3], GREEDY)]
         sampling = dataclasses.replace(GREEDY, prompt_logprobs=2)
         texts = generator.generate(PROMPTS[:3], sampling)
@@ -151,8 +157,8 @@ def test_a_function_gives_the_logits(started):
     assert text.ids == most_likely(run.bind(state), PROMPTS[0], text.ids, sign=-1)
 
 
-def test_all_of_sampling_is_honoured(started):
-    run, state = started
+def test_all_of_sampling_is_honoured(linen):
+    run, state = linen
     module, prompts = run.bind(state), Prompts(make_bytes())
     sampling = zjax.Sampling(
         max_new_tokens=6,
@@ -162,7 +168,7 @@ def test_all_of_sampling_is_honoured(started):
         seed=5,
         end_ids=(),
     )
-    with make(started, prompts=prompts) as generator:
+    with make(linen, prompts=prompts) as generator:
         texts = generator.generate(["ab", "c"], sampling)
         again = generator.generate(["c"], sampling)
         whole = generator.generate(["ab"], GREEDY)[0].text
@@ -179,7 +185,7 @@ def test_all_of_sampling_is_honoured(started):
 
 
 @pytest.mark.usefixtures("greedy")
-def test_few_programs_read_few_rows(started):
+def test_few_programs_read_few_rows(linen):
     """Fails if idle rows are computed, or each length of a text is a program."""
     shapes = []
 
@@ -187,7 +193,7 @@ def test_few_programs_read_few_rows(started):
         shapes.append(tokens.shape)
         return model(tokens)
 
-    with make(started, logits_fn=spied, max_rows=8) as generator:
+    with make(linen, logits_fn=spied, max_rows=8) as generator:
         shapes.clear()  # of the checks
         for prompt in PROMPTS[:2]:
             generator.generate([prompt], GREEDY)
@@ -199,9 +205,9 @@ def test_few_programs_read_few_rows(started):
 
 
 @pytest.mark.usefixtures("greedy")
-def test_drafts_are_read_in_one_pass(started):
+def test_drafts_are_read_in_one_pass(linen):
     """Fails if a draft is not read, or a wrong one changes the text."""
-    run, state = started
+    run, state = linen
     context, prompts = jax.set_mesh(run.mesh), ([5, 6, 7] * 8, [9, 9, 9])
     with context:
         model = open_decoder(run, state, None, None, 96).decoder
@@ -245,13 +251,13 @@ def test_functions_that_give_no_logits_of_a_causal_model_are_refused(
 
 
 def test_lengths_and_functions_that_are_not_known_or_not_read_are_refused(
-    started, tmp_path
+    linen, tmp_path
 ):
     with config_error(
         "max_length=0 is no length of texts that your model reads; give the most "
         "tokens of a prompt with a text, 2 or more"
     ):
-        make(started, max_length=0)
+        make(linen, max_length=0)
     with config_error(
         "logits_fn='given' is not read: the built-in decoder has logits of its own; "
         "leave it out"
@@ -263,7 +269,7 @@ def test_lengths_and_functions_that_are_not_known_or_not_read_are_refused(
         "state, max_length=...), which reads the whole text for each token, or the "
         "built-in decoder"
     ):
-        started[0].generate(started[1], [[1]], max_new_tokens=1)
+        linen[0].generate(linen[1], [[1]], max_new_tokens=1)
     encoder = small_run.make_trainer(tmp_path, "model.kind=encoder", MASK)
     with pytest.raises(zjax.ConfigError, match="logits_fn=None fails for tokens"):
         zjax.Generator(encoder.run, encoder.state, max_length=16)
