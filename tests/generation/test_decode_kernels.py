@@ -23,7 +23,12 @@ from zjax_kernels.warpgroups import HAS_EARLY_START
 
 PAGE_SIZE, TABLE = 16, 3
 LLAMA = dataclasses.replace(
-    language.LLAMA, embed_size=256, mlp_size=256, num_heads=4, num_kv_heads=2
+    language.LLAMA,
+    num_layers=1,
+    embed_size=256,
+    mlp_size=256,
+    num_heads=4,
+    num_kv_heads=2,
 )
 FAMILIES = {
     "a llama": LLAMA,
@@ -41,7 +46,7 @@ FAMILIES = {
         attention_sinks=True,
     ),
     "some layers without rotation": dataclasses.replace(
-        LLAMA, positions=schema.Rotary(unrotated_every=2)
+        LLAMA, num_layers=2, positions=schema.Rotary(unrotated_every=2)
     ),
 }
 
