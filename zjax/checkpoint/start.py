@@ -181,9 +181,8 @@ def open_weights(
     # Adapters learned beside rounded matrices.
     if config.quantize and (rounds or config.lora):
         compute_dtype = config.precision.compute_dtype
-        whole = rounded(
-            whole, unrounded_model(store, step), config.quantize, compute_dtype
-        )
+        model = unrounded_model(store, store.resolve(step))
+        whole = rounded(whole, model, config.quantize, compute_dtype)
     return adapters.merged(whole, config.lora) if config.lora else whole, chosen
 
 

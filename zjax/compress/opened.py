@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -159,7 +159,7 @@ def calibrated(config: Config) -> Config:
     return dataclasses.replace(config, model=model, lora=None, quantize=None)
 
 
-def layers_apart(shapes: dict[str, Any]) -> dict[str, Entry]:
+def layers_apart(shapes: Mapping[str, Any]) -> dict[str, Entry]:
     """Returns entries of parameters, a layer of a stack each."""
     expected = dict[str, Entry]()
     for path, leaf in shapes.items():
