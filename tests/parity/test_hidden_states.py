@@ -134,7 +134,7 @@ def test_layers_follow_evenly_spaced_ones_without_a_pruned_start(student, number
         ),
         (
             {"distill.hidden.weight": 2.0, "model.mlp_tiles": 2},
-            "model.mlp_tiles=2 splits the streams that distill.hidden compares; leave "
+            "model.mlp_tiles=2 splits the layers that distill.hidden compares; leave "
             "it out, or set distill.hidden to None",
         ),
     ],

@@ -64,7 +64,6 @@ def make_config(directory, data, kind, *changes):
             "global_batch_size": 8,
             "zero.stage": 1,
             "optimizer.peak_learning_rate": 3e-3,
-            "optimizer.schedule.kind": "constant",  # programs know no number of steps
             "model.vocab_size": 257,
             "model.max_length": 48,
             "model.dropout_rate": 0.0,
@@ -328,8 +327,8 @@ def test_commands_train_and_evaluate_the_objective(data, tmp_path, capsys):
 def test_evaluation_computes_a_lost_reference_from_the_start(tmp_path, capsys):
     """Fails if the reference is of random weights, or the start is read in vain."""
     data = write(tmp_path / "data", number=40)
-    changes = {"num_steps": 1, "seed": 1}
-    _, first = steps_of(make_config(tmp_path / "first", data, "orpo", changes), 0)
+    changes = {"num_steps": 1, "seed": 1, "optimizer.schedule.num_warmup_steps": 0}
+    _, first = steps_of(make_config(tmp_path / "first", data, "orpo", changes), 1)
     first.save()
     first.close()
     changes |= {"checkpoint.init_from": str(tmp_path / "first"), "seed": 2}

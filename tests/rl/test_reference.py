@@ -23,14 +23,14 @@ from zjax.sharding import plan
 T = policies.TEMPERATURE
 
 
-def start(settings="mesh.data=1", objective=OBJECTIVE, *, is_drawn=False):
-    """A run with a batch for it; adapters that are drawn change nothing yet."""
+def start(settings="mesh.data=1", objective=OBJECTIVE):
+    """A run with a batch for it."""
     config, batch = make_config(settings), packed().batch
     mesh = config.mesh
     devices = jax.devices()[: mesh.data * mesh.tensor * mesh.sequence]
     model = rl.policy_model(config, objective)
     given = {"devices": devices, "batch": batch}
-    if not is_drawn:
+    if not config.lora:  # whose own start changes nothing
         given["restore"] = first_state(config, model)
     return make_run(config, model, optax.sgd(1.0), **given), batch
 
@@ -104,7 +104,7 @@ def held_bytes():
 
 def test_adapters_need_no_second_copy():
     """Effect: bytes are counted, and the base is the policy before training."""
-    run, batch = start("mesh.data=1 lora.rank=2", is_drawn=True)
+    run, batch = start("mesh.data=1 lora.rank=2")
     before = rl.logprobs_of(run, run.state, batch, temperature=T)
     bytes_before = held_bytes()
     reference = rl.Reference(run, run.state)

@@ -62,17 +62,6 @@ def stop_after(last):
     return stop
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _a_text_at_a_time():
-    """A shard draws a text at a time, by 3 programs: what draws eight needs 6.
-
-    Texts side by side are of tests/generation, and of runs by tests/processes.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zjax.rl.sampler.MAX_ROWS", 1)
-        yield
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Three steps on eight devices, with what was alive after each step."""
@@ -210,7 +199,9 @@ def test_a_signal_drops_the_evaluation_in_flight(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(Trainer, "evaluate", stopped)
     given = "evaluation.num_batches=-1", "evaluation.every_steps=1", "num_steps=2"
-    trainer = rl_run.fit(tmp_path, *given, evaluation_prompts=rl_run.PROMPTS[:2])
+    trainer = rl_run.fit(
+        tmp_path, *given, evaluation_prompts=rl_run.PROMPTS[:2], num_devices=1
+    )
     assert trainer.exit_status == 143
     assert trainer.store.steps() == (1,)
     assert "step 1: a signal ended the evaluation" in caplog.text
@@ -225,7 +216,7 @@ def test_a_signal_before_the_first_step_names_no_checkpoint(
         raise RolloutStopped
 
     monkeypatch.setattr(Trainer, "_draw", stop)
-    trainer = rl_run.make_trainer(tmp_path)
+    trainer = rl_run.make_trainer(tmp_path, num_devices=1)
     trainer.fit()
     trainer.close()
     assert trainer.exit_status == 143

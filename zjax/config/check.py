@@ -27,7 +27,7 @@ from zjax.settings import (
     replicas,
     schema,
 )
-from zjax.settings.distill import HiddenStates
+from zjax.settings.distill import UNCOMPARED, AttentionMaps, HiddenStates
 from zjax.settings.quantize import Rule
 
 _UNUSED_OPTIMIZER = schema.Optimizer(schedule=schema.Constant(num_warmup_steps=0))
@@ -361,29 +361,50 @@ def _distill(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = f"is no step of num_steps={config.num_steps}"
         yield Problem("distill.fraction", distill.fraction, problem, "use more")
     if distill.hidden:
-        yield from _hidden(config, distill, distill.hidden)
+        yield from _compared(config, distill, "hidden")
+    if distill.attention:
+        yield from _compared(config, distill, "attention")
+        yield from _maps(config)
 
 
-def _hidden(
-    config: schema.Config, distill: schema.Distill, hidden: HiddenStates
+def _compared(
+    config: schema.Config, distill: schema.Distill, name: str
 ) -> Iterator[Problem]:
-    """Yields streams of a teacher that blocks of a student cannot be compared with."""
-    field, until = "distill.hidden.fraction", distill.fraction
-    if hidden.fraction > until:
+    """Yields layers of a teacher that blocks of a student cannot be compared with."""
+    section: HiddenStates | AttentionMaps = getattr(distill, name)
+    field, until = f"distill.{name}.fraction", distill.fraction
+    if section.fraction > until:
         problem = f"ends after the stage of distill.fraction={until}"
-        yield Problem(field, hidden.fraction, problem, f"use at most {until}")
-    elif not hidden.num_steps(config.num_steps):
+        yield Problem(field, section.fraction, problem, f"use at most {until}")
+    elif not section.num_steps(config.num_steps):
         problem = f"is no step of num_steps={config.num_steps}"
-        yield Problem(field, hidden.fraction, problem, "use more")
+        yield Problem(field, section.fraction, problem, "use more")
     others = {
         "random_ltd": config.random_ltd is not None,
         "layer_drop": config.layer_drop is not None,
         "mesh.pipeline": config.mesh.pipeline > 1,
         "model.mlp_tiles": config.model.mlp_tiles > 1,
     }
+    for other in (other for other, is_set in others.items() if is_set):
+        problem = f"splits the layers that distill.{name} compares"
+        remedy = f"leave it out, or set distill.{name} to None"
+        yield Problem(other, choices.value_at(config, other), problem, remedy)
+
+
+def _maps(config: schema.Config) -> Iterator[Problem]:
+    """Yields attention of a student that is not compared with a teacher's."""
+    model, warmup = config.model, config.sequence_warmup
+    others = {
+        "mesh.sequence": config.mesh.sequence > 1,
+        "mesh.tensor": config.mesh.tensor > 1,
+        "sequence_warmup": isinstance(warmup, schema.Window),
+        "model.attention": isinstance(model.attention, schema.Sparse),
+        "model.kind": model.kind != "decoder",
+    }
+    others |= {f"model.{name}": bool(getattr(model, name)) for name in UNCOMPARED}
     for name in (name for name, is_set in others.items() if is_set):
-        problem = "splits the streams that distill.hidden compares"
-        remedy = "leave it out, or set distill.hidden to None"
+        problem = "changes the attention that distill.attention compares"
+        remedy = "leave it out, or set distill.attention to None"
         yield Problem(name, choices.value_at(config, name), problem, remedy)
 
 

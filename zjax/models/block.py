@@ -74,6 +74,8 @@ class Block(nnx.Module):
         """Whether sums have one order, see `zjax.ops.invariant`."""
         self.sparse = sparse.sparse_of(config)
         self.implementation: attention.Implementation = config.attention_kernel
+        self.on_heads: Callable[[jax.Array, jax.Array], None] | None = None
+        """Function that is told queries and keys, while a full sequence is traced."""
         num_writers = 1 if norm_position == "stream" else 2 * config.num_layers
         out_std = layers.INIT_STD / num_writers**0.5
         self.attention_norm = layers.Norm(config)
@@ -215,6 +217,8 @@ class Block(nnx.Module):
         dropout = self._make_dropout(key)
 
         def attend(q, k, v, _):
+            if self.on_heads is not None:
+                self.on_heads(q, k)
             outputs = sequence_attention(
                 functools.partial(self._attend_full, dropout=dropout),
                 *(q, k, v),

@@ -65,6 +65,8 @@ def make_model(config: Config) -> Model:
         how["divergence"] = _divergence_of(config.distill)
         hidden = config.distill.hidden
         how["states_weight"] = hidden.weight if hidden else 0.0
+        maps = config.distill.attention
+        how["maps_weight"] = maps.weight if maps else 0.0
     precision, length = config.precision.matmul_dtype, config.data.length
     return _build(model, precision, length, config.lora, config.quantize, **how)
 
@@ -91,6 +93,7 @@ def _build(
     rules: Quantize | None,
     divergence: float = FORWARD,
     states_weight: float = 0.0,
+    maps_weight: float = 0.0,
     **options: bool,
 ) -> Model:
     """Builds the model of the given shape; equal arguments share the result."""
@@ -106,7 +109,7 @@ def _build(
     def make(key: jax.Array, only_block: jax.Array | None = None) -> Any:
         module = make_module(only_block=only_block, rngs=nnx.Rngs(key))
         module.head.divergence = divergence
-        module.states_weight = states_weight
+        module.states_weight, module.maps_weight = states_weight, maps_weight
         if adapters:
             # A separate key: base weights equal the weights of a run without adapters.
             lora_key = fold_name(key, "lora")
@@ -174,6 +177,8 @@ def _entries(config: schema.Model) -> Entries:
         ),
         "teacher/logprobs": Entry(("B", "L", "K1"), np.floating, is_optional=True),
         "teacher/states": Entry(("B", "L", "S", "W"), is_optional=True),
+        "teacher/queries": Entry(("B", "L", "S", "H", "D"), is_optional=True),
+        "teacher/keys": Entry(("B", "L", "S", "KV", "D"), is_optional=True),
         "teacher/weight": Entry((), is_optional=True),
         "teacher/temperature": Entry((), is_optional=True),
     }

@@ -88,12 +88,15 @@ class Context(NamedTuple):
     states: Float[Array, "*S B L W"] | None = None
     """Stream of a teacher that each block shall reach, by block; after `of_block` of
     the block alone. None without such a teacher."""
+    heads: tuple[Array, Array] | None = None
+    """Queries and keys of a teacher whose attention each block shall reach, as
+    `states`."""
 
     def of_block(self, number: Any) -> "Context":
         """Selects what block `number` reads."""
-        given = self.experts, self.states
-        experts, states = jax.tree.map(lambda x: x[number], given)
-        return self._replace(experts=experts, states=states)
+        given = self.experts, self.states, self.heads
+        experts, states, heads = jax.tree.map(lambda x: x[number], given)
+        return self._replace(experts=experts, states=states, heads=heads)
 
     def of_layer(self, number: int) -> "Context":
         """Selects what layer `number` of a block reads, as of a block of one layer."""
@@ -104,7 +107,7 @@ class Context(NamedTuple):
     def take_tokens(self, indices: Int[Array, "B K"]) -> "Context":
         """Selects tokens of each row, at ascending indices."""
         assert self.experts is None  # no such policy drops tokens
-        assert self.states is None  # see config.check
+        assert self.states is None and self.heads is None  # see config.check
 
         def take(x: Array) -> Array:
             # Arrays of one row hold for all rows.
@@ -215,13 +218,17 @@ class Embedding(nnx.Module):
             jax.tree.map(arrange, trained_tokens(batch, self.config)),
             batch.get("token_mask"),
             jax.tree.map(self._by_block, jax.tree.map(arrange, batch.get("experts"))),
-            jax.tree.map(
-                lambda x: jnp.moveaxis(arrange(x), 2, 0),
-                batch.get("teacher", {}).get("states"),
-            ),
+            *self._of_teacher(batch.get("teacher", {}), arrange),
         )
         x = layers.dropout(x, self.config, key, self.config.embedding_dropout)
         return tensor.pin_stream(x), context
+
+    def _of_teacher(self, teacher, arrange):
+        """Lays streams, and queries with keys, of a teacher out by block."""
+        names = {"states", "queries", "keys"} & teacher.keys()
+        laid = {name: jnp.moveaxis(arrange(teacher[name]), 2, 0) for name in names}
+        heads = (laid["queries"], laid["keys"]) if "queries" in laid else None
+        return laid.get("states"), heads
 
     def _by_block(self, experts: Int[Array, "B L E K"]) -> Int[Array, "N G B L K"]:
         """Lays experts of mixtures out by block, and by layer of a block."""

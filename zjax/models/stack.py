@@ -28,6 +28,7 @@ from zjax.models.mixture import MixtureOfExperts
 from zjax.models.nnx import nest, values_of
 from zjax.moe.balance import move_bias
 from zjax.ops import remat
+from zjax.ops.attention_maps import attention_divergence
 from zjax.parallel import sequence
 from zjax.settings import schema
 from zjax.settings.mixture import Layer, num_blocks, segment_shapes
@@ -52,6 +53,8 @@ class Decoder(nnx.Module):
 
     states_weight = 0.0
     """Weight of the distance from a teacher's stream."""
+    maps_weight = 0.0
+    """Weight of the divergence from a teacher's attention."""
 
     def __init__(
         self,
@@ -119,6 +122,8 @@ class Encoder(nnx.Module):
 
     states_weight = 0.0
     """Weight of the distance from a teacher's stream."""
+    maps_weight = 0.0
+    """Weight of the divergence from a teacher's attention."""
 
     def __init__(
         self,
@@ -201,6 +206,7 @@ class StackedModel(Protocol):
     blocks: Block | BlockGroup | Segments
     head: Head
     states_weight: float
+    maps_weight: float
 
 
 def make_stack(model: StackedModel) -> Stack:
@@ -215,7 +221,9 @@ def make_stack(model: StackedModel) -> Stack:
     embedding, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)
     # The mean over blocks, as auxiliary losses are summed.
-    distance_weight = model.states_weight / num_blocks(config)
+    weights = tuple(
+        x / num_blocks(config) for x in (model.states_weight, model.maps_weight)
+    )
 
     def embed(params, batch, key):
         return nnx.merge(embedding, params["embedding"])(batch, key)
@@ -246,7 +254,7 @@ def make_stack(model: StackedModel) -> Stack:
     return Stack(
         embed=embed,
         segments=tuple(
-            _segment(blocks, shape.num_blocks, distance_weight)
+            _segment(blocks, shape.num_blocks, weights)
             for blocks, shape in zip(
                 segments_of(model.blocks).values(), segment_shapes(config), strict=True
             )
@@ -260,7 +268,7 @@ def make_stack(model: StackedModel) -> Stack:
         if config.kind == "decoder" and not config.logit_soft_cap
         else None,
         take_tokens=Context.take_tokens,
-        of_block=Context.of_block if config.moe or model.states_weight else None,
+        of_block=Context.of_block if config.moe or any(weights) else None,
         target_logprobs=target_logprobs if config.kind == "decoder" else None,
         values=values if config.value_head else None,
     )
@@ -322,15 +330,13 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
     return Tiles(split=split, trunk=trunk, tile=tile, add=add)
 
 
-def _with_distance(
-    auxiliary: Auxiliary, x: jax.Array, context: Context, weight: float
+def _with_term(
+    auxiliary: Auxiliary, name: str, value: jax.Array, weight: float
 ) -> Auxiliary:
-    """Adds the distance of a block's output from the teacher's stream to the loss."""
-    assert context.states is not None
-    distance = stream_distance(x, context.states, token_mask(context, x))
-    loss = weight * distance
+    """Adds a difference of a block from the teacher to loss and metrics."""
+    loss = weight * value
     loss = loss if auxiliary.loss is None else auxiliary.loss + loss
-    metrics = {**auxiliary.metrics, "hidden_distance": distance}
+    metrics = {**auxiliary.metrics, name: value}
     return auxiliary._replace(loss=loss, metrics=metrics)
 
 
@@ -356,18 +362,36 @@ def stream_distance(
 
 
 def _segment(
-    blocks: Block | BlockGroup, num_blocks: int, distance_weight: float
+    blocks: Block | BlockGroup, num_blocks: int, weights: tuple[float, float]
 ) -> Segment:
-    """Makes the segment of stacked blocks, with the rules that move router biases."""
+    """Makes the segment of stacked blocks, with the rules that move router biases.
+
+    `weights` are of the differences from a teacher's stream and attention.
+    """
     graph, _ = nnx.split(blocks)
     config, tiles = layers_of(blocks)[0].config, None
     if isinstance(blocks, Block) and config.mlp_tiles > 1:
         tiles = _tiles(blocks, config)
 
     def block(params, carry, context, key):
-        carry, auxiliary = nnx.merge(graph, params)(carry, context, key)
+        module, heads = nnx.merge(graph, params), []
+        if context.heads is not None:
+            layers_of(module)[-1].on_heads = lambda q, k: heads.append((q, k))
+        mask = token_mask(context, carry)
+        carry, auxiliary = module(carry, context, key)
         if context.states is not None:
-            auxiliary = _with_distance(auxiliary, carry, context, distance_weight)
+            distance = stream_distance(carry, context.states, mask)
+            auxiliary = _with_term(auxiliary, "hidden_distance", distance, weights[0])
+        if context.heads is not None:
+            divergence = attention_divergence(
+                heads[0],
+                context.heads,
+                cap=config.attention_soft_cap,
+                segment_ids=context.segment_ids,
+                token_mask=mask,
+            )
+            name = "attention_divergence"
+            auxiliary = _with_term(auxiliary, name, divergence, weights[1])
         return carry, auxiliary
 
     totals, moves = {}, {}

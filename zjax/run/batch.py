@@ -112,7 +112,7 @@ class StepInputs:
         step = self._step(batch, number)
         extended = _with_scalars(batch, step, place)
         if self.teacher and step.has_teacher:
-            extended = self.teacher.teach(extended, step.has_states)
+            extended = self.teacher.teach(extended, step.told)
         elif self.teacher:
             self.teacher.release()
             extended = without_outcomes(extended)
@@ -123,7 +123,7 @@ class StepInputs:
         step = self._step(batch, number)
         extended = _with_scalars(batch, step, self._shape)
         if self.teacher and step.has_teacher:
-            extended = self.teacher.abstract(extended, step.has_states)
+            extended = self.teacher.abstract(extended, step.told)
         elif self.teacher:
             # The batch may be of a step of the stage, before the program's step.
             extended = without_outcomes(extended)
@@ -135,7 +135,7 @@ class StepInputs:
         if self.teacher and step.has_teacher:
             # The teacher reads all tokens and all layers.
             scalars = _with_scalars(batch, step, self._shape)
-            self.teacher.compile(scalars, step.has_states)
+            self.teacher.compile(scalars, step.told)
 
     def _shape(self, value: float) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), np.float32, sharding=self.replicated)

@@ -15,7 +15,9 @@ from zjax.data.taught import (
 )
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.run.teacher import NAME, divergence_problems, scalars_of
+from zjax.run.teacher_states import COMPARED
 from zjax.schedule.lengths import CUTS
+from zjax.schedule.training import NOTHING, Told
 from zjax.settings import schema
 from zjax.sharding.activations import batch_shardings
 from zjax.sharding.plan import Plan
@@ -40,27 +42,27 @@ class StoredTeacher:
         origin = read_origin(config.distill.teacher, taught_settings(*given))
         self._top_k = origin.top_k
 
-    def teach(self, batch: Batch, has_states: bool = False) -> Batch:
+    def teach(self, batch: Batch, told: Told = NOTHING) -> Batch:
         """Gathers what the loss reads of the teacher, from a batch on the devices."""
         if missing := [name for name in ARRAYS if name not in batch]:
             remedy = "take batches of zjax.make_loader, which reads them"
             problem = "is missing, and distill.teacher is stored for rows of data"
             raise DataError(*(Problem(x, None, problem, remedy) for x in missing))
-        told = {"ids": batch[IDS], "logprobs": batch[LOGPROBS]}
-        told |= scalars_of(self.settings, self._plan)
-        return without_outcomes(batch) | {NAME: told}
+        read = {"ids": batch[IDS], "logprobs": batch[LOGPROBS]}
+        read |= scalars_of(self.settings, self._plan)
+        return without_outcomes(batch) | {NAME: read}
 
-    def abstract(self, batch: Batch, has_states: bool = False) -> Batch:
+    def abstract(self, batch: Batch, told: Told = NOTHING) -> Batch:
         """Shapes of the results of `teach`, from the shapes of a batch."""
         batch = without_outcomes(batch)
         tokens, top_k = batch["tokens"].shape, self._top_k
-        told = {
+        read = {
             "ids": jax.ShapeDtypeStruct((*tokens, top_k), np.int32),
             "logprobs": jax.ShapeDtypeStruct((*tokens, top_k + 1), np.float32),
             "weight": jax.ShapeDtypeStruct((), np.float32),
             "temperature": jax.ShapeDtypeStruct((), np.float32),
         }
-        shapes = {NAME: told}
+        shapes = {NAME: read}
         places = batch_shardings(self._plan, shapes, self._student.entries)
         return batch | jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -68,7 +70,7 @@ class StoredTeacher:
             places,
         )
 
-    def compile(self, batch: Batch, has_states: bool = False) -> None:
+    def compile(self, batch: Batch, told: Told = NOTHING) -> None:
         """Compiles nothing, as no program adds the outcomes."""
 
     def release(self) -> None:
@@ -98,10 +100,11 @@ def _misfits(settings: schema.Distill, student: Model) -> Iterator[Problem]:
         remedy = "use a built-in model"
         yield Problem("distill.teacher", path, problem, remedy)
     yield from divergence_problems(settings, student)
-    if settings.hidden:
+    layers = {"hidden": settings.hidden, "attention": settings.attention}
+    for name in (name for name, section in layers.items() if section):
         problem = "compares layers, and distill.teacher stores the last outcomes alone"
-        remedy = "set distill.hidden to None, or give the run of the teacher"
-        yield Problem("distill.hidden", "hidden_states", problem, remedy)
+        remedy = f"set distill.{name} to None, or give the run of the teacher"
+        yield Problem(f"distill.{name}", COMPARED[name], problem, remedy)
     if settings.memory != "device":
         problem = "has no effect on a stored teacher, which has no parameters"
         yield Problem("distill.memory", settings.memory, problem, "leave it out")

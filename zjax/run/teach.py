@@ -123,7 +123,7 @@ def _order_of(config: schema.Config, rows: Rows) -> Order:
 def _alone(config: schema.Config) -> schema.Config:
     """Returns settings of a student that compares nothing but outcomes."""
     assert config.distill is not None
-    distill = dataclasses.replace(config.distill, hidden=None)
+    distill = dataclasses.replace(config.distill, hidden=None, attention=None)
     return dataclasses.replace(config, distill=distill)
 
 

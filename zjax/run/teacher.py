@@ -6,6 +6,7 @@ student. Programs of the student, split or streamed, need no change.
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -28,10 +29,11 @@ from zjax.run.compiler import step_options
 from zjax.run.fused import make_jit
 from zjax.run.teacher_states import (
     Targets,
-    run_with_states,
+    run_with_layers,
     state_problems,
     targets_of,
 )
+from zjax.schedule.training import NOTHING, Told
 from zjax.settings import schema
 from zjax.settings.batch import resolve_batch
 from zjax.settings.distill import ForwardKl
@@ -103,8 +105,10 @@ class Teacher:
         self._student = student
         jit = make_jit(plan.mesh, step_options(config, plan))
         self._run = {
-            has_states: jit(functools.partial(self._apply, has_states))
-            for has_states in (False, True)
+            told: jit(functools.partial(self._apply, told))
+            for told in itertools.starmap(
+                Told, itertools.product((False, True), repeat=2)
+            )
         }
         self._config = student_config
         self._params: Params | None = None
@@ -132,25 +136,25 @@ class Teacher:
         """Frees the memory of the parameters."""
         self._params = None
 
-    def teach(self, batch: Batch, has_states: bool = False) -> Batch:
+    def teach(self, batch: Batch, told: Told = NOTHING) -> Batch:
         """Adds the two factors of the teacher's logits to a batch on the devices.
 
-        With `has_states` also the streams that layers of the student shall reach.
+        With `told` also what layers of the student shall reach.
         """
         # The next batch reads the stored parameters again: do not consume them.
         params = jax.tree.map(
             lambda x, row: to_devices(x, row, is_consumed=False), self.params, self.rows
         )
         # Logits [B, L, V] would take far more memory than the factors hidden and head.
-        return self._joined(batch, self._run[has_states](params, batch))
+        return self._joined(batch, self._run[told](params, batch))
 
-    def compile(self, batch: Batch, has_states: bool = False) -> None:
+    def compile(self, batch: Batch, told: Told = NOTHING) -> None:
         """Compiles the program of `teach` for the shapes of a batch."""
-        self._run[has_states].lower(self._abstract_params, batch).compile()
+        self._run[told].lower(self._abstract_params, batch).compile()
 
-    def abstract(self, batch: Batch, has_states: bool = False) -> Batch:
+    def abstract(self, batch: Batch, told: Told = NOTHING) -> Batch:
         """Shapes of the results of `teach`, from the shapes of a batch."""
-        apply = functools.partial(self._apply, has_states)
+        apply = functools.partial(self._apply, told)
         shapes = self._joined(
             batch, jax.eval_shape(apply, self._abstract_params, batch)
         )
@@ -174,9 +178,7 @@ class Teacher:
         """Adds what the teacher told, loss weight and temperature to a batch."""
         return batch | {NAME: told | scalars_of(self.settings, self._plan)}
 
-    def _apply(
-        self, has_states: bool, stored: Params, batch: Batch
-    ) -> dict[str, jax.Array]:
+    def _apply(self, told: Told, stored: Params, batch: Batch) -> dict[str, jax.Array]:
         """Computes the factors of the logits, microbatch by microbatch."""
         stack, layerwise = self._model.stack, layerwise_plan(self._model, self._plan)
         assert stack is not None and stack.factors is not None
@@ -184,29 +186,32 @@ class Teacher:
         params = place_tree(take_apart(params, layerwise.compute), layerwise.compute)
         execution = execution_of(self._shape)
 
-        def run(part: Batch) -> list[jax.Array]:
-            if not has_states:
-                return [run_stack(stack, params, part, None, execution)[0]]
-            carry, states = run_with_states(stack, params, part, self._targets)
-            return [carry, sequence.restore(states, self._shape)]
+        def run(part: Batch) -> dict[str, jax.Array]:
+            if not any(told):
+                return {"hidden": run_stack(stack, params, part, None, execution)[0]}
+            decoder = self._model.bind(params, {})
+            given = decoder, params, part, self._targets, told
+            carry, found = run_with_layers(*given)
+            restore = functools.partial(sequence.restore, config=self._shape)
+            return {"hidden": carry, **jax.tree.map(restore, found)}
 
         number, shares = self._num_microbatches, self._plan.num_batch_shares
         read = {name: x for name, x in batch.items() if name in self._model.entries}
         parts = split_batch(read, self._model, number, shares)
         if number == 1:
-            carry, *states = run(jax.tree.map(lambda x: x[0], parts))
+            found = run(jax.tree.map(lambda x: x[0], parts))
         else:  # row i is in microbatch i mod N
-            carry, *states = (
-                x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-                for x in jax.lax.map(run, parts)
+            found = jax.tree.map(
+                lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]),
+                jax.lax.map(run, parts),
             )
-        hidden, head = stack.factors(stack.split(params)[2], carry)
+        factors = stack.factors(stack.split(params)[2], found["hidden"])
+        found["hidden"], head = factors
         head = jax.lax.with_sharding_constraint(head, self._plan.replicated)
-        told = dict(zip(("hidden", "states"), (hidden, *states), strict=False))
-        for name, x in told.items():
+        for name, x in found.items():
             place = self._plan.batch_sharding(x)
-            told[name] = jax.lax.with_sharding_constraint(x, place)
-        return told | {"head": head}
+            found[name] = jax.lax.with_sharding_constraint(x, place)
+        return found | {"head": head}
 
 
 def scalars_of(settings: schema.Distill, plan: Plan) -> dict[str, jax.Array]:

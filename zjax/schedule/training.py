@@ -19,6 +19,18 @@ _SEARCHED_STEPS = 10_000
 """Most steps that are searched for the first batch of each bucket."""
 
 
+class Told(NamedTuple):
+    """What a teacher tells of its layers in a step."""
+
+    states: bool = False
+    """Whether the streams of layers."""
+    heads: bool = False
+    """Whether queries and keys of layers."""
+
+
+NOTHING = Told()
+
+
 class ScheduledStep(NamedTuple):
     """Sizes and probabilities of one training step."""
 
@@ -27,8 +39,8 @@ class ScheduledStep(NamedTuple):
     num_kept: int
     """Tokens of each row that middle layers run on, `length` or fewer."""
     has_teacher: bool
-    has_states: bool
-    """Whether the teacher also tells the streams of layers."""
+    told: Told
+    """What the teacher also tells of layers."""
     window: int | None
     """Number of keys that a token sees; None for all."""
     theta: float | None
@@ -37,7 +49,7 @@ class ScheduledStep(NamedTuple):
     """What replicas exchange in the step, and the programs of the step."""
 
     @property
-    def static(self) -> tuple[int, int, int, bool, bool]:
+    def static(self) -> tuple[int, int, int, bool, Told]:
         """Values that decide the program: steps with other values compile another."""
         return self[:5]
 
@@ -88,6 +100,8 @@ class TrainingSchedule:
         """First steps in which a teacher adds to the loss."""
         hidden = distill.hidden if distill else None
         self._last_states = hidden.num_steps(num_steps) if hidden else 0
+        maps = distill.attention if distill else None
+        self._last_heads = maps.num_steps(num_steps) if maps else 0
         self._counted = 0, 0
         self._shape_at = None
         self._changes = self._static_changes()
@@ -141,7 +155,7 @@ class TrainingSchedule:
             length,
             num_kept,
             step <= self.num_taught,
-            step <= self._last_states,
+            Told(step <= self._last_states, step <= self._last_heads),
             self._windows.at(step) if self._windows else None,
             self._theta(step),
             self.exchanges.at(step),
@@ -246,7 +260,7 @@ class TrainingSchedule:
         """
         kept = self._kept.firsts if self._kept else ()
         firsts = {1, *self._rows.firsts[1:], *(first + 1 for first in kept)}
-        firsts |= {self.num_taught + 1, self._last_states + 1}
+        firsts |= {self.num_taught + 1, self._last_states + 1, self._last_heads + 1}
         in_run = sorted(first for first in firsts if first <= self.config.num_steps)
         return [
             first

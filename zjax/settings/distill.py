@@ -49,3 +49,26 @@ class HiddenStates:
     def num_steps(self, total: int) -> int:
         """Steps with distances, out of all steps of a run."""
         return round(self.fraction * total)
+
+
+UNCOMPARED = "window", "attention_sinks", "latent"
+"""Settings of models whose attention `AttentionMaps` does not compare, besides sparse
+attention."""
+
+
+@section
+class AttentionMaps:
+    """KL(teacher || student) of the attention of each layer (MiniLM, arXiv:2002.10957).
+
+    Averaged over tokens and heads; head i follows head i, or the head that it is a copy
+    of after a pruned start. Layers follow the layers that `HiddenStates` names.
+    """
+
+    weight: ranges.Positive = 1.0
+    """Weight of the mean divergence of all layers beside the cross-entropy."""
+    fraction: ranges.Fraction = 0.6
+    """Fraction of `num_steps` after which the divergence no longer counts."""
+
+    def num_steps(self, total: int) -> int:
+        """Steps with the divergence, out of all steps of a run."""
+        return round(self.fraction * total)

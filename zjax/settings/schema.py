@@ -1495,6 +1495,7 @@ class Distill:
     fraction: ranges.Fraction = 0.7
     """Fraction of `num_steps` after which the stage ends."""
     hidden: distillation.HiddenStates | None = None
+    attention: distillation.AttentionMaps | None = None
     memory: Literal["device", "pinned_host"] = "device"
     """Memory of the teacher's parameters between its passes."""
 
