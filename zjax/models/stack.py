@@ -221,9 +221,8 @@ def make_stack(model: StackedModel) -> Stack:
     embedding, _ = nnx.split(model.embedding)
     head_graph, _ = nnx.split(model.head)
     # The mean over blocks, as auxiliary losses are summed.
-    weights = tuple(
-        x / num_blocks(config) for x in (model.states_weight, model.maps_weight)
-    )
+    number = num_blocks(config)
+    weights = model.states_weight / number, model.maps_weight / number
 
     def embed(params, batch, key):
         return nnx.merge(embedding, params["embedding"])(batch, key)

@@ -22,7 +22,7 @@ from zjax.typing import Auxiliary, Batch, Model, Params, Segment
 
 COMPARED = {"hidden": "hidden_states", "attention": "attention_maps"}
 """Sections of `distill` that compare layers, with the name of the kind of each."""
-_STREAM, _HEADS = "stream", "heads"
+_STREAM, _QUERIES, _KEYS = "stream", "queries", "keys"
 
 
 class Targets(NamedTuple):
@@ -151,9 +151,9 @@ def run_with_layers(
             streams = [x[..., jnp.asarray(targets.channels)] for x in streams]
         found["states"] = jnp.stack(streams, 2)
     if told.heads:
-        pairs = [x[_HEADS] for x in chosen]
+        pairs = [(x[_QUERIES], x[_KEYS]) for x in chosen]
         if targets.groups is not None:
-            pairs = map(_select_groups, pairs, targets.groups)
+            pairs = [*map(_select_groups, pairs, targets.groups)]
         queries, keys = zip(*pairs, strict=True)
         found |= {"queries": jnp.stack(queries, 2), "keys": jnp.stack(keys, 2)}
     return carry, found
@@ -174,6 +174,7 @@ def _telling(segment: Segment, heads: list[tuple[jax.Array, jax.Array]]) -> Segm
     def block(*given: Any) -> tuple[jax.Array, Auxiliary]:
         heads.clear()
         carry, _ = segment.block(*given)
-        return carry, Auxiliary(metrics={_STREAM: carry, _HEADS: heads[0]})
+        told = zip((_QUERIES, _KEYS), heads[0], strict=True)
+        return carry, Auxiliary(metrics={_STREAM: carry, **dict(told)})
 
     return dataclasses.replace(segment, block=block, tiles=None)
