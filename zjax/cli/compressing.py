@@ -100,7 +100,7 @@ def open_weights(
         start = settings_of_weights(directory) | WITHOUT_MOMENTS
         start |= {"compress": RECIPES[_RECIPE] if recipe is None else recipe}
         config = load_config({}, start, *changes_given(given))
-        _check_tokens(config)
+        _check_tokens(config.data.source, config.model.vocab_size)
         tokenizer = CheckpointTokenizer(None, pathlib.Path(directory))
         return open_huggingface(config), (tokenizer, find_start(directory))
     config = run_settings(given, recipe)
@@ -112,9 +112,8 @@ def open_weights(
     return opened, (tokenizer_of_run(store, step), start)
 
 
-def _check_tokens(config: Config) -> None:
+def _check_tokens(source: str, size: int) -> None:
     """Refuses bytes, the default of the data, for a checkpoint of other tokens."""
-    source, size = config.data.source, config.model.vocab_size
     if source == "standard_library" and size != (most := VOCABULARIES[source]):
         problem = f"has {most} tokens, which are not the {size} of --model"
         remedy = "give texts by data.source=tokens, of `zjax data prepare`"
