@@ -220,7 +220,6 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 
 UNPUBLISHED = {
-    "client_decode",
     "compress_8b",
     "export_back",
     "gptq_gap",
