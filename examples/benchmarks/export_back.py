@@ -1,7 +1,8 @@
 """Files of a small Llama as transformers reads them, and as zjax reads them back.
 
-Both compute logits of the same tokens in float32; where a layout rounds what enters
-matrices, both round. Sizes are of the files of weights, over the bytes of codes, scales
+Both compute logits of the same tokens in float32, and neither rounds what enters
+matrices where a layout asks for it: a number that the last bit rounds otherwise changes
+all that follows. Sizes are of the files of weights, over the bytes of codes, scales
 and plain arrays.
 
 python examples/benchmarks/export_back.py [--quick] [--layouts=w4a16,q8_0]
@@ -20,11 +21,6 @@ import transformers
 
 from zjax.huggingface import model_settings
 
-ROUNDED_INPUTS = {
-    "w8a8": {"weights": "int8", "activations": "int8", "group_size": 0},
-    "fp8": {"weights": "float8", "activations": "float8", "group_size": 0},
-}
-"""Rules that round inputs, and weights to the grid on which they lie already."""
 NUM_ROWS = 4
 
 
@@ -34,19 +30,23 @@ def weight_bytes(path):
     return sum(file.stat().st_size for file in files)
 
 
-def our_logits(name, path, tokens):
+def our_logits(path, tokens):
     """Logits of a run that starts from the files."""
-    rules = [ROUNDED_INPUTS[name]] if name in ROUNDED_INPUTS else []
-    changes = {"checkpoint": {"init_from": str(path)}}
-    changes |= {"quantize": {"rules": rules}} if rules else {}
-    run = exported_model.make_run(model_settings(path), changes)
+    start = {"checkpoint": {"init_from": str(path)}}
+    run = exported_model.make_run(model_settings(path), start)
     return np.asarray(run.model.bind(run.state.master, {})(jnp.asarray(tokens)))
 
 
 def their_logits(path, tokens):
     """Logits of transformers."""
-    folder, file = (path, {}) if path.is_dir() else (path.parent, path.name)
-    options = {} if path.is_dir() else {"gguf_file": file}
+    if path.is_dir():
+        folder, config = path, transformers.AutoConfig.from_pretrained(path)
+        codes = getattr(config, "quantization_config", None) or {"config_groups": {}}
+        for group in codes["config_groups"].values():
+            group["input_activations"] = None
+        options = {"config": config}
+    else:
+        folder, options = path.parent, {"gguf_file": path.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, **options
     )
@@ -59,7 +59,7 @@ def measure(name, store, model, folder, length):
     path = exported_model.export(store, name, folder)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model["vocab_size"], (NUM_ROWS, length), np.int32)
-    ours, theirs = our_logits(name, path, tokens), their_logits(path, tokens)
+    ours, theirs = our_logits(path, tokens), their_logits(path, tokens)
     same = (ours.argmax(-1) == theirs.argmax(-1)).mean()
     found = {
         "difference": float(np.abs(ours - theirs).max()),

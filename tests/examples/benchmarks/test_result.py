@@ -221,7 +221,6 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 UNPUBLISHED = {
     "compress_8b",
-    "export_back",
     "gptq_gap",
     "grpo_step",
     "layer_reduction",
