@@ -92,8 +92,10 @@ def trains(contestant):
         "_ours.py",
         "_quality.py",
         "_speed.py",
+        "client_decode.py",
         "decode_attention.py",
         "dropping_steps.py",
+        "export_back.py",
         "slow_network/train.py",
     )
     others = any(word.endswith(programs) for word in words)
