@@ -100,7 +100,7 @@ def check_grid(
     """Refuses codes that are not the codes which a layer of a run learned.
 
     Matrices with merged adapters lie on no grid, and the log says so. Layers without a
-    rule may be rounded to any codes, and layers that stay plain keep their values.
+    rule may have any codes, and layers that stay plain keep the learned values.
 
     Args:
         settings: Rules of the run; None without any.

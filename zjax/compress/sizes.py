@@ -26,14 +26,14 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(model: Model, layout: FileLayout) -> Sizes:
-    """Counts the bytes of the tensors of files, without their headers.
+    """Counts the bytes of the tensors of files, without headers.
 
     Args:
         model: Settings of the model.
         layout: Tensors of the files.
 
     Returns:
-        Bytes of all tensors, and of those that a token reads.
+        Bytes of all tensors, and bytes that a token reads.
     """
     found = {name: num_bytes(x) for name, x in layout.entries.items()}
     endings = {"", *(layout.scheme.endings if layout.scheme else ())}

@@ -107,7 +107,7 @@ def make_origin(
 ) -> Origin:
     """Describes outcomes that are to be stored; parts hold whole batches.
 
-    `settings` are values of `taught_settings`; see `Origin` for the others.
+    `settings` are values of `taught_settings`; `Origin` describes the other arguments.
     """
     origin = Origin(settings | _content_of(rows), teacher, top_k, num_rows, 1)
     batch_bytes = batch_size * origin.length * origin.record.itemsize
@@ -319,7 +319,7 @@ def _map(path: pathlib.Path, dtype: str, size: int) -> store.MappedTokens:
 
 
 def _check_same(origin: Origin, wanted: dict[str, Any], path: str) -> None:
-    """Refuses settings that are not those of stored outcomes."""
+    """Refuses settings that differ from the settings of stored outcomes."""
     saved, problems = origin.settings, []
     for name in wanted:
         if saved.get(name) != wanted[name]:

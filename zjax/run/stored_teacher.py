@@ -78,7 +78,7 @@ class StoredTeacher:
 
 
 def row_problems(config: schema.Config) -> Iterator[Problem]:
-    """Yields settings under which steps read other rows than those of the data."""
+    """Yields settings under which steps do not read the rows of the data."""
     warmup, kind = config.sequence_warmup, config.model.kind
     found = {
         "buckets": config.buckets is not None,

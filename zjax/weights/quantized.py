@@ -31,12 +31,12 @@ _NUM_SHOWN = 3
 
 
 class Choice(NamedTuple):
-    """Tensors of a family by what becomes of them."""
+    """Tensors of a family: with codes, without, and plain for want of groups."""
 
     coded: list[str]
     """Matrices that become codes and scales."""
     unfit: list[str]
-    """Matrices that stay plain, as groups do not divide their inputs."""
+    """Matrices that stay plain, as groups do not divide the inputs."""
     plain: list[str]
     """Routers, and matrices that stay plain as the caller says."""
 
