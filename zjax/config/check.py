@@ -27,7 +27,7 @@ from zjax.settings import (
     replicas,
     schema,
 )
-from zjax.settings.distill import UNCOMPARED, AttentionMaps, HiddenStates
+from zjax.settings.distill import UNCOMPARED, LayerDistance
 from zjax.settings.quantize import Rule
 
 _UNUSED_OPTIMIZER = schema.Optimizer(schedule=schema.Constant(num_warmup_steps=0))
@@ -371,7 +371,7 @@ def _compared(
     config: schema.Config, distill: schema.Distill, name: str
 ) -> Iterator[Problem]:
     """Yields layers of a teacher that blocks of a student cannot be compared with."""
-    section: HiddenStates | AttentionMaps = getattr(distill, name)
+    section: LayerDistance = getattr(distill, name)
     field, until = f"distill.{name}.fraction", distill.fraction
     if section.fraction > until:
         problem = f"ends after the stage of distill.fraction={until}"

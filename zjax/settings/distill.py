@@ -33,22 +33,27 @@ class JensenShannon(Choice):
 
 
 @section
-class HiddenStates:
+class LayerDistance:
+    """How much, and for how long, a distance of layers from the teacher's counts."""
+
+    weight: ranges.Positive = 1.0
+    """Weight of the mean distance of all layers beside the cross-entropy."""
+    fraction: ranges.Fraction = 0.6
+    """Fraction of `num_steps` after which the distance no longer counts."""
+
+    def num_steps(self, total: int) -> int:
+        """Steps with the distance, out of all steps of a run."""
+        return round(self.fraction * total)
+
+
+@section
+class HiddenStates(LayerDistance):
     """Distance of the residual stream of each layer from the stream of the teacher.
 
     The distance of a token is the squared error over the squared norm of the teacher's
     stream. A layer of a pruned start learns from the original of the layer, other
     layers from evenly spaced layers.
     """
-
-    weight: ranges.Positive = 1.0
-    """Weight of the mean distance of all layers beside the cross-entropy."""
-    fraction: ranges.Fraction = 0.6
-    """Fraction of `num_steps` after which the distances no longer count."""
-
-    def num_steps(self, total: int) -> int:
-        """Steps with distances, out of all steps of a run."""
-        return round(self.fraction * total)
 
 
 UNCOMPARED = "window", "attention_sinks", "latent"
@@ -57,18 +62,9 @@ attention."""
 
 
 @section
-class AttentionMaps:
+class AttentionMaps(LayerDistance):
     """KL(teacher || student) of the attention of each layer (MiniLM, arXiv:2002.10957).
 
     Averaged over tokens and heads; head i follows head i, or the head that it is a copy
     of after a pruned start. Layers follow the layers that `HiddenStates` names.
     """
-
-    weight: ranges.Positive = 1.0
-    """Weight of the mean divergence of all layers beside the cross-entropy."""
-    fraction: ranges.Fraction = 0.6
-    """Fraction of `num_steps` after which the divergence no longer counts."""
-
-    def num_steps(self, total: int) -> int:
-        """Steps with the divergence, out of all steps of a run."""
-        return round(self.fraction * total)
