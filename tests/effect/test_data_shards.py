@@ -78,7 +78,9 @@ class Written:
 
 
 def start(settings, number):
-    return features.start(features.config_of(settings), number)
+    """A run of one layer, which has rows, pages and draws of all shards."""
+    config = features.config_of(f"{settings} model.num_layers=1")
+    return features.start(config, number)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from zjax.generation.by_unit import UnitDecoder
 from zjax.run import fused
 from zjax.sharding import plan as plans
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 ROWS, PROMPT, NUM_NEW = 8, 4, 7
 MESHES = pytest.mark.parametrize(
     ("settings", "heads"),
@@ -104,7 +106,7 @@ def test_weights_that_do_not_fit_are_gathered_block_by_block(monkeypatch, caplog
 @MESHES
 def test_devices_split_pages_of_offloaded_blocks(settings, heads, monkeypatch):
     """Fails if pages are replicated after the prompts, or after a token."""
-    run, prompts = start(features.HOST + settings)
+    run, prompts = start(f"{features.HOST}{settings} model.num_layers=2")
     units, shapes = run.step.executor.generation, []
     real = units.read
 
@@ -125,6 +127,6 @@ def test_rings_leave_the_order_of_a_text(where):
     texts = []
     for mesh in ("mesh.data=8", "mesh.data=2 mesh.sequence=4"):
         ring = "model.sequence_attention=ring " if "sequence" in mesh else ""
-        run, prompts = start(where + features.LLAMA + ring + mesh)
+        run, prompts = start(f"{where}{features.LLAMA}{ring}{mesh} model.num_layers=1")
         texts.append(np.asarray(run.generate(run.state, prompts, max_new_tokens=8)))
     np.testing.assert_array_equal(*texts)

@@ -112,6 +112,7 @@ def test_adapters_beside_a_checkpoint_are_those_of_the_device(name):
     assert np.abs(first - second).max() > 0
 
 
+@pytest.mark.usefixtures("greedy")
 def test_checkpoints_and_texts_are_those_of_the_device(tmp_path):
     """Fails if frozen weights are lost on the way to a checkpoint or a pass."""
     config = config_of(zero=ON_HOST)

@@ -139,6 +139,7 @@ def test_a_sequence_of_programs_is_not_compiled_as_one():
         run.step.compile(offload.make_batch(0))
 
 
+@pytest.mark.usefixtures("greedy")
 @pytest.mark.parametrize("where", ["device", "pinned_host"])
 def test_every_device_and_process_has_all_text(where):
     """Fails if text is generated under the mesh of the run, which shards it."""
