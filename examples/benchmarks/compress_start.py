@@ -17,7 +17,7 @@ from zjax.run.compiler import use_program_cache
 
 DIRECTORY = pathlib.Path("runs/compress_start")
 SETTINGS = {
-    "num_steps": 3000,
+    "num_steps": 2400,
     "global_batch_size": 64,
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
@@ -34,8 +34,8 @@ SETTINGS = {
         "schedule": {"num_warmup_steps": 200},
         "peak_learning_rate": 0.0006,
     },
-    "evaluation": {"every_steps": 1000, "num_batches": 16},
-    "checkpoint": {"every_steps": 1000, "keep_last": 1, "keep_best": 0},
+    "evaluation": {"every_steps": 800, "num_batches": 16},
+    "checkpoint": {"every_steps": 800, "keep_last": 1, "keep_best": 0},
 }
 
 

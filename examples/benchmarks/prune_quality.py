@@ -23,8 +23,8 @@ from zjax.run.compiler import use_program_cache
 
 DIRECTORY = pathlib.Path("runs/layer_reduction")
 FURTHER = {
-    "num_steps": 1000,
-    "optimizer": {"schedule": {"num_warmup_steps": 50}, "peak_learning_rate": 3e-4},
+    "num_steps": 400,
+    "optimizer": {"schedule": {"num_warmup_steps": 40}, "peak_learning_rate": 3e-4},
     "evaluation": {"every_steps": 0},
     "prune": {"num_rows": 64},
 }

@@ -28,8 +28,8 @@ from zjax.weights.adapters import merged_kernel
 
 DIRECTORY = pathlib.Path("runs/qat_recovery")
 FURTHER = {
-    "num_steps": 1000,
-    "optimizer": {"schedule": {"num_warmup_steps": 50}, "peak_learning_rate": 1e-4},
+    "num_steps": 400,
+    "optimizer": {"schedule": {"num_warmup_steps": 40}, "peak_learning_rate": 1e-4},
     "evaluation": {"every_steps": 0},
 }
 LORA = {
