@@ -76,14 +76,27 @@ def assert_all_gone(directory):
         assert not pathlib.Path(f"/proc/{pid_of(directory, process_id)}").exists()
 
 
-def test_two_processes_equal_one(tmp_path):
-    values = states.make_values()
-    rows = states.make_rows(values)
-    states.save(tmp_path / "given", values, 1)
-    launched = launcher("work", tmp_path)
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory):
+    """The folders of tasks that two processes did, by name."""
+    folder = tmp_path_factory.mktemp("lived")
+    for task in ("work", "learn", "write", "fail_to_save"):
+        (folder / task).mkdir()
+    states.save(folder / "work" / "given", states.make_values(), 1)
+    launched = launcher("live", folder)
     with ended(launched) as [(_, errors)]:
         assert launched.returncode == 0, errors[-3000:]
-    results = json.loads((tmp_path / "results.json").read_text())
+    return folder
+
+
+def results_of_both(folder):
+    return (json.loads((folder / f"results{i}.json").read_text()) for i in range(2))
+
+
+def test_two_processes_equal_one(lived):
+    values = states.make_values()
+    rows = states.make_rows(values)
+    results = json.loads((lived / "work" / "results.json").read_text())
     total = worker.compute(rows["step"].stored.mesh)
     np.testing.assert_array_equal(results.pop("total"), total)
     assert results.pop("table") == (
@@ -95,8 +108,8 @@ def test_two_processes_equal_one(tmp_path):
     assert results.pop("drawn") == worker.draw_batches(rows["step"].stored.mesh)
     assert results.pop("evaluated") == squares.MEAN
     assert results == {"saved": True, "given": True, "stopped": 1}
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]
-    state, extra = Store(str(tmp_path / "checkpoints")).restore(rows)
+    assert [p.name for p in (lived / "work" / "run" / "checkpoints").iterdir()] == ["1"]
+    state, extra = Store(str(lived / "work" / "checkpoints")).restore(rows)
     states.assert_same(state, values, rows)
     assert extra == {"by": 2}
 
@@ -122,14 +135,9 @@ def test_two_processes_keep_their_state_elsewhere_as_one_does(tmp_path):
         np.testing.assert_allclose(losses, alone, rtol=1e-6)
 
 
-def test_two_processes_learn_from_texts_as_one_does(tmp_path, monkeypatch):
+def test_two_processes_learn_from_texts_as_one_does(lived, tmp_path, monkeypatch):
     """Fails if processes score, group, place or save a rollout each for itself."""
-    launched = launcher("learn", tmp_path)
-    with ended(launched) as [(_, errors)]:
-        assert launched.returncode == 0, errors[-3000:]
-    first, second = (
-        json.loads((tmp_path / f"results{i}.json").read_text()) for i in range(2)
-    )
+    first, second = results_of_both(lived / "learn")
     problem = "rewards='tests.support.rl_rewards:missing'"
     assert first.pop("failed").startswith(f"ConfigError: {problem}")
     assert second.pop("failed").startswith(f"ConfigError: process 0: {problem}")
@@ -137,9 +145,8 @@ def test_two_processes_learn_from_texts_as_one_does(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "compile", Engine.compile)
     _, rows = worker.learn_from_texts(tmp_path / "alone")
     np.testing.assert_allclose(first["rows"], rows, rtol=1e-4, atol=1e-6)
-    files = {
-        str(x.relative_to(tmp_path / "run")) for x in (tmp_path / "run").rglob("*")
-    }
+    run = lived / "learn" / "run"
+    files = {str(x.relative_to(run)) for x in run.rglob("*")}
     assert {"checkpoints/1", "checkpoints/2", "checkpoints/3"} <= files
     assert {x for x in files if x.startswith("rollouts/")} == {
         "rollouts/1.npz",
@@ -147,18 +154,12 @@ def test_two_processes_learn_from_texts_as_one_does(tmp_path, monkeypatch):
     }
 
 
-def test_two_processes_write_the_texts_of_one(tmp_path):
+def test_two_processes_write_the_texts_of_one(lived):
     """Fails if passes differ by process, or if a process takes requests alone."""
-    launched = launcher("write", tmp_path)
-    with ended(launched) as [(_, errors)]:
-        assert launched.returncode == 0, errors[-3000:]
-    first, second = (
-        json.loads((tmp_path / f"results{i}.json").read_text()) for i in range(2)
-    )
+    first, second = results_of_both(lived / "write")
     assert first == second
-    for name in ("tensor", "data"):
-        with worker.start_writing({name: 8}) as generator:
-            assert first.pop(name) == worker.write_texts(generator)
+    with worker.start_writing() as generator:
+        assert first.pop("texts") == worker.write_texts(generator)
     remedy = "; make all processes the same"
     assert first == {
         "prompts": "ProcessError: prompts='e8346f36068a6c61' on process 1 is "
@@ -170,15 +171,11 @@ def test_two_processes_write_the_texts_of_one(tmp_path):
     }
 
 
-def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(tmp_path):
+def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(lived):
     """Fails if the others wait at a barrier, or end at another step."""
-    launched = launcher("fail_to_save", tmp_path)
-    with ended(launched) as [(_, errors)]:
-        assert launched.returncode == 0, errors[-3000:]
-    first, second = (
-        json.loads((tmp_path / f"results{i}.json").read_text()) for i in range(2)
-    )
-    beyond = f"{tmp_path}/file/checkpoints"
+    folder = lived / "fail_to_save"
+    first, second = results_of_both(folder)
+    beyond = f"{folder}/file/checkpoints"
     unheld = (
         f"directory='{beyond}' cannot be used (Not a directory); "
         "name a writable directory"
@@ -199,7 +196,7 @@ def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(tmp_path):
     ):
         assert results["written"] == (
             "CheckpointError: checkpoint.step=2 could not be written to "
-            f"{tmp_path}/run/checkpoints ({cause}); free disk space or repair the file "
+            f"{folder}/run/checkpoints ({cause}); free disk space or repair the file "
             "system, and run again: there is none before it"
         )
         assert results["step"] == first["step"]

@@ -193,12 +193,15 @@ def rest(info, directory):
         (directory / "results.json").write_text(json.dumps(losses))
 
 
-WRITTEN = zjax.Sampling(max_new_tokens=6, temperature=1.5, seed=3, num_samples=2)
+WRITTEN = zjax.Sampling(max_new_tokens=9, temperature=1.5, seed=3, num_samples=2)
+"""A token of a pass of the prompt, and eight of a pass of several steps: each pass is
+a program."""
+GREEDY = zjax.Sampling(max_new_tokens=9)
 PROMPTS = [[5, 6, 7], [8], [*range(9, 80)], "abc", [1, 2]]
 
 
-def start_writing(mesh):
-    """A run whose axis of this name spans all devices, and prompts in bytes."""
+def start_writing():
+    """A run whose heads are split over all devices, and prompts in bytes."""
     model = schema.Model(
         num_layers=1,
         embed_size=16,
@@ -210,14 +213,14 @@ def start_writing(mesh):
     )
     config = schema.Config(
         global_batch_size=8,
-        mesh=schema.Mesh(**mesh),
+        mesh=schema.Mesh(tensor=8),
         zero=schema.Zero(stage=3, min_shard_elements=64),
         precision=schema.Precision(compute_dtype="float32"),
         model=model,
         data=schema.Data(length=16),
     )
     run = start_run(config, make_model(config), None)
-    return zjax.Generator(run, run.state, prompts=Prompts(make_bytes()), max_rows=4)
+    return zjax.Generator(run, run.state, prompts=Prompts(make_bytes()), max_rows=1)
 
 
 def write_texts(generator):
@@ -226,17 +229,18 @@ def write_texts(generator):
     each = generator.generate_each(PROMPTS * 4, WRITTEN)
     texts += [text for _ in range(3) for text in next(each)]
     each.close()
-    texts += generator.generate(PROMPTS[::-1])
+    texts += generator.generate(PROMPTS[::-1], GREEDY)
     return [text.ids for text in texts]
 
 
 def write(info, directory):
-    """Writes texts on a mesh that spans both processes, and asks for what cannot be."""
+    """Writes texts on a mesh that spans both processes, and asks for what cannot be.
+
+    Those of `learn` are written by rows that the processes split.
+    """
     Engine.compile = lambda engine: None  # each pass when it runs: most never do
-    with start_writing({"data": 8}) as generator:
-        found = {"data": write_texts(generator)}
-    with start_writing({"tensor": 8}) as generator:
-        found["tensor"] = write_texts(generator)
+    with start_writing() as generator:
+        found = {"texts": write_texts(generator)}
         number = info.process_id
         found["prompts"] = told(lambda: generator.generate([[5], [6 + number]]))
         seeds = zjax.Sampling(temperature=1.0, seed=number)
@@ -295,6 +299,12 @@ def fail_to_save(info, directory):
     written = told(trainer.fit)
     results = {"held": held, "begun": begun, "written": written, "step": trainer.step}
     (directory / f"results{info.process_id}.json").write_text(json.dumps(results))
+
+
+def live(info, directory):
+    """Does what needs no process of its own: imports take longer than most of it."""
+    for task in (work, learn, write, fail_to_save):
+        task(info, directory / task.__name__)
 
 
 def told(act):
