@@ -221,24 +221,15 @@ def test_a_run_describes_itself_and_knows_its_best_step(tmp_path):
     out = run("export", *run_of)
     assert f"wrote {tmp_path / 'moved' / 'model.safetensors'}" in out
     assert "weights raw of step 4\n" in out
-    words = ("generate", *run_of, "--prompt=5", "--simulated_devices=1")
-    flags = "temperature=0", "top_p=1e-9", "top_k=1", "seed=1", "seed=2"
-    typed = {flag: (*words, "--temperature=9", f"--{flag}") for flag in flags}
-    found = run_each(tmp_path, typed)
-    texts = {flag: said.splitlines()[-1] for flag, (_, said) in found.items()}
-    assert texts["top_p=1e-9"] == texts["top_k=1"] == texts["temperature=0"]
-    assert len({texts["temperature=0"], texts["seed=1"], texts["seed=2"]}) == 3
+    drawn = "--temperature=9", "--seed=1", "--max_rows=1", "--simulated_devices=1"
+    text = run("generate", *run_of, *drawn, "--prompt=5").splitlines()[-1]
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("5\n5 6\n5\n")
-    hot = (*words[:-2], "--simulated_devices=1", "--temperature=9", "--seed=1")
-    out = run(*hot, f"--file={prompts}")
+    out = run("generate", *run_of, *drawn, f"--file={prompts}")
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert [row["prompt"] for row in rows] == ["5", "5 6", "5"]
-    assert rows[0]["text"] == rows[2]["text"] == texts["seed=1"]
+    assert rows[0]["text"] == rows[2]["text"] == text
     assert rows[1]["text"].startswith("5 6")
-    prompts.write_text(f"5\n{'5 ' * 99}\n{'6 ' * 99}\n")
-    out = run(*hot, f"--file={prompts}", code=2)
-    assert out.count("has 99 tokens, and prompt and text together have at most ") == 2
     of = f"--run={tmp_path / 'moved'}"
     out = run("train", of, "--config.num_steps=9", "--simulated_devices=8")
     assert "8 shares x 1 microbatches; continues at step 8, ends at 9\n" in out

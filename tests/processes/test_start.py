@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from tests.checkpoint import states
 from tests.processes import worker
-from tests.support import programs, squares
+from tests.support import programs, small_llama, squares
 from tests.support.cases import some_by_hand
 from zjax import processes
 from zjax.checkpoint.store import Store
@@ -80,13 +81,25 @@ def assert_all_gone(directory):
 def lived(tmp_path_factory):
     """The folders of tasks that two processes did, by name."""
     folder = tmp_path_factory.mktemp("lived")
-    for task in ("work", "learn", "write", "fail_to_save"):
+    for task in ("work", "learn", "write", "generate", "fail_to_save"):
         (folder / task).mkdir()
     states.save(folder / "work" / "given", states.make_values(), 1)
+    begin_file(folder / "generate")
     launched = launcher("live", folder)
-    with ended(launched) as [(_, errors)]:
+    with ended(launched) as [(printed, errors)]:
         assert launched.returncode == 0, errors[-3000:]
+    (folder / "printed.txt").write_text(printed)
     return folder
+
+
+def begin_file(folder):
+    """Writes a file of texts, and another with the first of them."""
+    small_llama.write(folder / "llama", max_length=64)
+    (folder / "prompts.txt").write_text("Why?\nSo?\na\n")
+    whole, begun = folder / "alone.jsonl", folder / "both.jsonl"
+    worker.type_texts(folder, f"--output={whole}")
+    begun.write_bytes(whole.read_bytes().splitlines(keepends=True)[0])
+    shutil.copy(f"{whole}.origin.json", f"{begun}.origin.json")
 
 
 def results_of_both(folder):
@@ -169,6 +182,14 @@ def test_two_processes_write_the_texts_of_one(lived):
         "own; use generate or generate_each, or start one process",
         "serve": first["stream"],
     }
+
+
+def test_two_processes_write_one_file(lived):
+    """Fails if each process writes the file, or prints the texts, for itself."""
+    alone, both = (lived / "generate" / f"{x}.jsonl" for x in ("alone", "both"))
+    assert both.read_bytes() == alone.read_bytes()
+    printed = (lived / "printed.txt").read_text()
+    assert printed.count('{"prompt": "Why?", "text": ') == 1
 
 
 def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(lived):

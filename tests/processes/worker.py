@@ -1,5 +1,6 @@
 """One process of a small run; `python -m tests.processes.worker <task> <directory>`."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -17,9 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zjax
 from tests.checkpoint import states
 from tests.support import offload, rl_run, squares
+from tests.support.command_line import typed
 from zjax import processes
 from zjax.checkpoint import sums
 from zjax.checkpoint.store import Store
+from zjax.cli import generating
 from zjax.data import buckets, curriculum, metric_index, packing
 from zjax.data.draws import WholeRows
 from zjax.data.loader import load_draws
@@ -226,7 +229,7 @@ def start_writing():
 def write_texts(generator):
     """Ids of texts of all offline calls, one of which is left early."""
     texts = generator.generate(PROMPTS, WRITTEN)
-    each = generator.generate_each(PROMPTS * 4, WRITTEN)
+    each = generator.generate_each(PROMPTS * 2, WRITTEN)
     texts += [text for _ in range(3) for text in next(each)]
     each.close()
     texts += generator.generate(PROMPTS[::-1], GREEDY)
@@ -301,9 +304,31 @@ def fail_to_save(info, directory):
     (directory / f"results{info.process_id}.json").write_text(json.dumps(results))
 
 
+def type_texts(directory, *more):
+    """`zjax generate` on the prompts and the checkpoint of a directory."""
+    words = f"--model={directory / 'llama'}", f"--file={directory / 'prompts.txt'}"
+    words += "--max_new_tokens=9", "--max_rows=1"
+    generating.generate(typed("generate", *words, *more))
+
+
+def generate(info, directory):
+    """Goes on with a file of texts, then prints texts."""
+    connected = []
+
+    def connect(config):
+        connected.append(config)
+        return contextlib.nullcontext(info)
+
+    Engine.compile = lambda engine: None  # each pass when it runs: most never do
+    generating.connected = connect
+    type_texts(directory, f"--output={directory / 'both.jsonl'}")
+    type_texts(directory)
+    assert len(connected) == 2
+
+
 def live(info, directory):
     """Does what needs no process of its own: imports take longer than most of it."""
-    for task in (work, learn, write, fail_to_save):
+    for task in (work, learn, write, generate, fail_to_save):
         task(info, directory / task.__name__)
 
 
