@@ -28,18 +28,17 @@ K, ROWS, FEW = 384, (1, 8, 64, 300), (1, 300)
 """Inputs, and rows that are taken out of 4,096: each number is another kernel."""
 LENGTHS = [200, 1, 77, 234], [512]
 """Texts of packed rows."""
-CONFIGS = [
-    language.GPT,
-    language.LLAMA,
-    FAMILIES["gates, caps, sinks and norms of heads"],
-    FAMILIES["experts alone"],
-    FAMILIES["latents"],
-]
-NAMES = "gpt", "llama", "gates", "experts", "latents"
+CONFIGS = {
+    "gpt": language.GPT,
+    "llama": language.LLAMA,
+    "gates": FAMILIES["gates, caps, sinks and norms of heads"],
+    "experts": FAMILIES["experts alone"],
+    "latents": FAMILIES["latents"],
+}
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_sampler_and_trainer_agree_to_the_last_bit(config, dtype):
     """Fails if XLA for GPUs contracts, reorders or rounds by what stands beside."""
     model = make_model(config, dtype)

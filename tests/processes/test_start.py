@@ -81,8 +81,8 @@ def assert_all_gone(directory):
 def lived(tmp_path_factory):
     """The folders of tasks that two processes did, by name."""
     folder = tmp_path_factory.mktemp("lived")
-    for task in ("work", "learn", "write", "generate", "fail_to_save"):
-        (folder / task).mkdir()
+    for task in worker.TOGETHER:
+        (folder / task.__name__).mkdir()
     states.save(folder / "work" / "given", states.make_values(), 1)
     begin_file(folder / "generate")
     launched = launcher("live", folder)
@@ -155,7 +155,7 @@ def test_two_processes_learn_from_texts_as_one_does(lived, tmp_path, monkeypatch
     assert first.pop("failed").startswith(f"ConfigError: {problem}")
     assert second.pop("failed").startswith(f"ConfigError: process 0: {problem}")
     assert first == second
-    monkeypatch.setattr(Engine, "compile", Engine.compile)
+    monkeypatch.setattr(Engine, "compile", worker.compile_when_run)
     _, rows = worker.learn_from_texts(tmp_path / "alone")
     np.testing.assert_allclose(first["rows"], rows, rtol=1e-4, atol=1e-6)
     run = lived / "learn" / "run"

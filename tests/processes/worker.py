@@ -241,7 +241,6 @@ def write(info, directory):
 
     Those of `learn` are written by rows that the processes split.
     """
-    Engine.compile = lambda engine: None  # each pass when it runs: most never do
     with start_writing() as generator:
         found = {"texts": write_texts(generator)}
         number = info.process_id
@@ -268,7 +267,6 @@ LEARNED = (
 
 def learn_from_texts(directory):
     """The trainer after three steps, and metrics of the steps without times."""
-    Engine.compile = lambda engine: None  # each pass when it runs: most never do
     trainer = rl_run.fit(directory, *LEARNED)
     names = ("loss", "reward", "grad_norm", "completion_length", "ratio", "sampler_kl")
     names += "value_loss", "critic_grad_norm", "pretraining_loss"
@@ -319,16 +317,24 @@ def generate(info, directory):
         connected.append(config)
         return contextlib.nullcontext(info)
 
-    Engine.compile = lambda engine: None  # each pass when it runs: most never do
     generating.connected = connect
     type_texts(directory, f"--output={directory / 'both.jsonl'}")
     type_texts(directory)
     assert len(connected) == 2
 
 
+def compile_when_run(engine):
+    """Compiles no pass ahead: most passes never run."""
+
+
+TOGETHER = work, learn, write, generate, fail_to_save
+"""Tasks that need no processes of their own: imports take longer than most of them."""
+
+
 def live(info, directory):
-    """Does what needs no process of its own: imports take longer than most of it."""
-    for task in (work, learn, write, generate, fail_to_save):
+    """Does the tasks of `TOGETHER`, each in a folder of its name."""
+    Engine.compile = compile_when_run
+    for task in TOGETHER:
         task(info, directory / task.__name__)
 
 

@@ -181,7 +181,7 @@ def test_devices_drop_the_same_layers():
         "layer_drop.gamma=5",
     )
     split = "zero.stage=3", "mesh.tensor=2", "mesh.expert=2"
-    np.testing.assert_allclose(train(8, *model, *split), train(1, *model), rtol=1e-4)
+    np.testing.assert_allclose(train(8, *model, *split), train(1, *model), rtol=1e-5)
 
 
 HOST = "zero.offload=pinned_host", "zero.offload.parameter_memory=pinned_host"

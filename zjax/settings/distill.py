@@ -34,7 +34,7 @@ class JensenShannon(Choice):
 
 @section
 class LayerDistance:
-    """How much, and for how long, a distance of layers from the teacher's counts."""
+    """How much, and for how long, the distance of a student's layers counts."""
 
     weight: ranges.Positive = 1.0
     """Weight of the mean distance of all layers beside the cross-entropy."""
