@@ -29,14 +29,15 @@ from rl_learns import TASKS
 
 DIRECTORY = pathlib.Path("runs/rl_learns")
 EXAMPLE = pathlib.Path(__file__).parents[1] / "rl" / "train.py"
-SIZES = ("--num_traces=100000", "--num_prompts=20000", "--num_held_out=1024")
+SIZES = ("--num_traces=300000", "--num_prompts=20000", "--num_held_out=2048")
 SETTINGS = (
     "model.num_layers=4",
     "model.embed_size=256",
     "precision.compute_dtype=bfloat16",
-    "supervised:num_steps=3000",
+    "supervised:num_steps=5000",
     "supervised:global_batch_size=128",
     "supervised:optimizer.peak_learning_rate=1e-3",
+    "supervised:optimizer.schedule.final_fraction=0.0",
     "supervised:evaluation.every_steps=0",
     "grpo:num_steps=200",
     "grpo:optimizer.peak_learning_rate=1e-4",

@@ -148,6 +148,14 @@ def test_two_processes_keep_their_state_elsewhere_as_one_does(tmp_path):
         np.testing.assert_allclose(losses, alone, rtol=1e-6)
 
 
+def test_two_processes_train_on_rounded_matrices_as_one_does(lived):
+    """Fails if a process rounds the inputs that it has by a scale of its own."""
+    first, second = results_of_both(lived / "round_weights")
+    assert first == second
+    np.testing.assert_allclose(first, worker.train_rounded(worker.ROUNDED), rtol=1e-6)
+    assert abs(first[0] / worker.train_rounded()[0] - 1) > 1e-3
+
+
 def test_two_processes_learn_from_texts_as_one_does(lived, tmp_path, monkeypatch):
     """Fails if processes score, group, place or save a rollout each for itself."""
     first, second = results_of_both(lived / "learn")

@@ -41,6 +41,7 @@ from zjax.serve import Settings
 from zjax.serve.service import Service
 from zjax.settings import rl as settings_rl
 from zjax.settings import schema
+from zjax.settings.quantize import Quantize, Rule
 from zjax.sharding import plan as plans
 from zjax.sharding.mesh import make_mesh
 
@@ -173,7 +174,18 @@ def pipeline(info, directory):
 def train_offloaded(memory, directory):
     """Losses of three steps whose state rests elsewhere."""
     zero = {"nvme_paths": (str(directory),)} if memory == "nvme" else {}
-    run = offload.start(offload.make_config(memory, zero=zero))
+    return train(offload.make_config(memory, zero=zero))
+
+
+def train_rounded(*rules):
+    """Losses of three steps on matrices that rules round, in shards of all devices."""
+    quantize = Quantize(rules=rules) if rules else None
+    return train(offload.make_config("device", 3, quantize=quantize))
+
+
+def train(config):
+    """Losses of three steps on batches that every process has whole."""
+    run = offload.start(config)
     state, losses = run.state, []
     for step in range(3):
         batch = jax.tree.map(
@@ -284,6 +296,15 @@ def learn(info, directory):
     (directory / f"results{info.process_id}.json").write_text(json.dumps(found))
 
 
+ROUNDED = Rule(weights="int3", group_size=16)
+
+
+def round_weights(info, directory):
+    """Trains on rounded matrices."""
+    losses = train_rounded(ROUNDED)
+    (directory / f"results{info.process_id}.json").write_text(json.dumps(losses))
+
+
 def fail_to_save(info, directory):
     """One process cannot hold the directory, begin a save, or write its part of it."""
     (directory / "file").write_text("")
@@ -327,7 +348,7 @@ def compile_when_run(engine):
     """Compiles no pass ahead: most passes never run."""
 
 
-TOGETHER = work, learn, write, generate, fail_to_save
+TOGETHER = work, round_weights, learn, write, generate, fail_to_save
 """Tasks that need no processes of their own: imports take longer than most of them."""
 
 

@@ -222,11 +222,9 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 UNPUBLISHED = {
     "compress_8b",
     "gptq_gap",
-    "grpo_step",
     "layer_reduction",
     "moe_layer_vs_sonic",
     "qat_recovery",
-    "rl_gap_plain",
     "rl_learns",
     "tensor_6p7b",
     "three_d",
