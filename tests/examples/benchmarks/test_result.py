@@ -220,7 +220,6 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 
 UNPUBLISHED = {
-    "compress_8b",
     "gptq_gap",
     "layer_reduction",
     "moe_layer_vs_sonic",
