@@ -1,10 +1,11 @@
 """Every test sees 8 CPU devices, and implicit rank promotion is an error.
 
 Programs are compiled once for all tests and for the programs that they start, and with
-little optimisation: nothing here runs for long. Most of the time of the tests is that
-of the compiler, and kernels of its older emitter, where JAX still has it, compile in
-half of it. Locations in programs hold one frame each instead of a hundred: to write
-them, and to carry them through the compiler, took a twentieth of the time.
+little optimisation: nothing here runs for long. Beside a GPU they are compiled as
+users have them. Most of the time of the tests is that of the compiler, and kernels of
+its older emitter, where JAX still has it, compile in half of it. Locations in programs
+hold one frame each instead of a hundred: to write them, and to carry them through the
+compiler, took a twentieth of the time.
 
 Annotations are checked at every call of a function that bears them by its own name.
 """
@@ -32,7 +33,8 @@ CACHE = "" if IS_NEW else pathlib.Path(__file__).parent / ".pytest_cache" / "pro
 MOST_MAPPINGS = 30_000
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+HAS_GPU = pathlib.Path("/dev/nvidiactl").exists()
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not HAS_GPU)))
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
 if not IS_NEW:  # elsewhere an unknown flag is fatal
     QUICK = (

@@ -1,8 +1,8 @@
 """GRPO learns three verifiable tasks beyond a supervised start that no longer rises.
 
-A model of 3M parameters from nothing, 5,000 steps on the traces of a teacher that errs,
-then 200 steps of GRPO; three seeds. Both operands of held-out prompts are of a range of
-which no prompt for training has two. All runs take minutes on one GPU.
+A model of 3M parameters from nothing, 5,000 or 10,000 steps on the traces of a teacher
+that errs, then 200 steps of GRPO; three seeds. Both operands of held-out prompts are of
+a range of which no prompt for training has two. All runs take minutes on one GPU.
 
 python examples/benchmarks/contest.py examples/benchmarks/rl_learns.py
 """

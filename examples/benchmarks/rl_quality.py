@@ -29,12 +29,11 @@ from rl_learns import TASKS
 
 DIRECTORY = pathlib.Path("runs/rl_learns")
 EXAMPLE = pathlib.Path(__file__).parents[1] / "rl" / "train.py"
-SIZES = ("--num_traces=300000", "--num_prompts=20000", "--num_held_out=2048")
+SIZES = ("--num_traces=300000", "--num_prompts=20000", "--num_held_out=4096")
 SETTINGS = (
     "model.num_layers=4",
     "model.embed_size=256",
     "precision.compute_dtype=bfloat16",
-    "supervised:num_steps=5000",
     "supervised:global_batch_size=128",
     "supervised:optimizer.peak_learning_rate=1e-3",
     "supervised:optimizer.schedule.final_fraction=0.0",
@@ -45,6 +44,8 @@ SETTINGS = (
     "grpo:rl.evaluation_prompts=",
     "grpo:rl.evaluation_samples=1",
 )
+STEPS = {"sums": 10_000, "countdown": 5_000, "reverse": 5_000}
+"""Steps of a start until it no longer rises."""
 EARLY, START, END = "supervised, four fifths", "supervised", "grpo"
 """Stages of a report card."""
 LEAST, MOST = 0.2, 0.6
@@ -63,7 +64,7 @@ def parse(words=None):
     parser.add_argument("--directory", type=pathlib.Path, default=DIRECTORY)
     parser.add_argument("settings", nargs="*", help="settings or sizes of the example")
     given, sizes = parser.parse_known_args(words)
-    given.settings = [*SIZES, *sizes, *SETTINGS, *given.settings]
+    given.sizes = [*SIZES, *sizes]
     given.tasks = given.tasks.split(",")
     given.seeds = [int(seed) for seed in given.seeds.split(",")]
     if unknown := set(given.tasks) - set(TASKS):
@@ -82,7 +83,8 @@ def train_missing(given, records):
     def train_one(task, seed):
         device = places.get()
         try:
-            return train(task, seed, given.settings, environment(device, given.at_once))
+            variables = environment(device, given.at_once)
+            return train(task, seed, words_of(task, given), variables)
         finally:
             places.put(device)
 
@@ -100,6 +102,12 @@ def train_missing(given, records):
         raise SystemExit("\n".join(failures))
 
 
+def words_of(task, given):
+    """Lists sizes and settings of a task; later ones count."""
+    steps = f"supervised:num_steps={STEPS[task]}"
+    return [*given.sizes, steps, *SETTINGS, *given.settings]
+
+
 def environment(device, at_once):
     """Variables of a process that shares a device with others."""
     return os.environ | {
@@ -108,13 +116,13 @@ def environment(device, at_once):
     }
 
 
-def train(task, seed, settings, variables):
+def train(task, seed, words, variables):
     """Runs the example in a process; returns the report card, and rewards by step.
 
     A run that is killed begins anew, so that seconds are those of a whole run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"--task={task}", f"--directory={folder}", *settings, f"seed={seed}"]
+        words = [f"--task={task}", f"--directory={folder}", *words, f"seed={seed}"]
         start = time.perf_counter()
         done = subprocess.run(
             [sys.executable, str(EXAMPLE), *words],
@@ -196,8 +204,10 @@ def plot(records, path):
 def main(words=None):
     given = parse(words)
     machine = find_machine(os.environ)
-    setup = {"device": machine.device, "settings": given.settings}
-    setups = dict.fromkeys(TASKS, setup)
+    setups = {
+        task: {"device": machine.device, "settings": words_of(task, given)}
+        for task in TASKS
+    }
     records = quality_records.Records(given.directory / "runs.jsonl", setups)
     train_missing(given, records)
     known = records.read()

@@ -10,6 +10,8 @@ NUM_SAMPLES = 8
 NUM_SHOWN = 3
 MAX_NEW_TOKENS = 40
 """Tokens of the longest solution, which are those of countdown."""
+MAX_ROWS = 1024
+"""Texts at once: rows of a small model cost next to nothing on a GPU."""
 
 
 def draw(trainer, prompts, *, seed=0, num_samples=NUM_SAMPLES):
@@ -26,7 +28,8 @@ def draw(trainer, prompts, *, seed=0, num_samples=NUM_SAMPLES):
         num_samples=num_samples,
     )
     seeds = [zlib.crc32(f"{seed} {number}".encode()) for number in range(len(prompts))]
-    with zjax.Generator(trainer.run, trainer.state, max_rows=256) as generator:
+    max_rows = min(MAX_ROWS, num_samples * len(prompts))
+    with zjax.Generator(trainer.run, trainer.state, max_rows=max_rows) as generator:
         texts = generator.generate(prompts, sampling, seeds=seeds)
     found = [[] for _ in prompts]
     for text in texts:
