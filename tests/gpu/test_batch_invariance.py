@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.generation.test_invariance import (
+    APART,
     FAMILIES,
     PACKED,
     assert_same,
@@ -28,6 +29,7 @@ K, ROWS, FEW = 384, (1, 8, 64, 300), (1, 300)
 """Inputs, and rows that are taken out of 4,096: each number is another kernel."""
 LENGTHS = [200, 1, 77, 234], [512]
 """Texts of packed rows."""
+PACKINGS = PACKED, APART
 CONFIGS = {
     "gpt": language.GPT,
     "llama": language.LLAMA,
@@ -43,7 +45,7 @@ def test_sampler_and_trainer_agree_to_the_last_bit(config, dtype):
     """Fails if XLA for GPUs contracts, reorders or rounds by what stands beside."""
     model = make_model(config, dtype)
     decoder = CutDecoder(model)
-    for chunk_size, packed in zip((5, 19), PACKED, strict=True):
+    for chunk_size, packed in zip((5, 19), PACKINGS, strict=True):
         assert_same(write(decoder, chunk_size=chunk_size), model, packed)
 
 
@@ -183,7 +185,7 @@ def test_kernels_of_sampler_and_trainer_agree_to_the_last_bit():
     model = make_model(WIDE, jnp.bfloat16)
     decoder = CutDecoder(model)
     written = write(decoder, chunk_size=5, page_size=64)
-    for packed in PACKED:
+    for packed in PACKINGS:
         assert_same(written, model, packed)
 
 
