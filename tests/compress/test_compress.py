@@ -28,6 +28,7 @@ from zjax.compress.notes import describe_layers
 from zjax.compress.opened import open_huggingface, open_run
 from zjax.compress.partial import CONTENTS, PartialOutput, directory_of
 from zjax.compress.parts import places_of
+from zjax.compress.plan import report_recipes
 from zjax.compress.sizes import sizes_of
 from zjax.compress.walk import AFTER, BEFORE, NEAREST, Walk
 from zjax.config.flags import changes_given
@@ -489,23 +490,47 @@ def test_numbers_out_of_range_and_groups_of_one_are_refused(monkeypatch):
     ]
 
 
-def test_weights_that_are_not_finite_are_refused_at_their_block(tmp_path):
+def times(opened, factor, wanted):
+    """Multiplies the weights whose name begins with some text."""
+    source = opened.source
+
+    def read(name, index):
+        values = source.read(name, index)
+        return values * np.float32(factor) if name.startswith(wanted) else values
+
+    return dataclasses.replace(opened, source=Source(source.entries, read))
+
+
+@pytest.mark.parametrize("name", ["blocks.mlp.down.kernel[0]", "head", "embedding"])
+def test_weights_that_are_not_finite_are_refused_by_name(name, tmp_path):
     """Fails if hours of calibration end in weights that no code stands for."""
     opened = open_family("llama", "nearest", num_heldout_rows=1)
-    source, name = opened.source, "blocks.mlp.down.kernel[0]"
-
-    def read(given, index):
-        values = source.read(given, index)
-        return values * np.nan if given == name else values
-
-    broken = dataclasses.replace(opened, source=Source(source.entries, read))
-    walk, _ = walk_of(broken)
+    walk, _ = walk_of(times(opened, np.nan, name))
     with pytest.raises(CheckpointError) as error:
         walk.run(PartialOutput(str(tmp_path / "out"), {}))
-    assert str(error.value) == (
-        "tensor='blocks/mlp/down/kernel[0]' is not finite everywhere; compress another "
-        "checkpoint"
+    assert all(
+        str(problem).startswith(f"tensor='{name.replace('.', '/')}")
+        and str(problem).endswith(
+            "' is not finite everywhere in float32; compress another checkpoint"
+        )
+        for problem in error.value.problems
     )
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_inputs_too_large_for_the_dtype_are_refused(method, tmp_path):
+    """Fails if statistics of infinite inputs become weights that are kept."""
+    opened = times(open_family("llama", method), 1e4, "blocks.mlp.up")
+    config = load_config(opened.config, {"precision.compute_dtype": "float16"})
+    walk, _ = walk_of(dataclasses.replace(opened, config=config))
+    output = PartialOutput(str(tmp_path / "out"), {})
+    with pytest.raises(ConfigError) as error:
+        walk.run(output)
+    assert str(error.value) == (
+        "precision.compute_dtype='float16' does not hold what enters "
+        "blocks/mlp/down/kernel[0]; use bfloat16 or float32"
+    )
+    assert not output.num_blocks
 
 
 def test_activations_of_experts_are_refused():
@@ -678,6 +703,22 @@ def test_the_plan_has_a_line_for_each_recipe(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any("w4a16_gptq" in line for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ({"pattern": "("}, "[0].pattern='(' is not a regular expression"),
+        ({"pattern": "nose"}, "[0].pattern='nose' matches no linear layer"),
+        ({"group_size": 1}, "[0].group_size=1 lets no inputs share a scale"),
+    ],
+)
+def test_the_plan_refuses_rules_that_compress_refuses(rule, expected):
+    """Fails if a recipe is planned that `zjax compress` does not take."""
+    start = settings_of_weights(str(FOLDER / "llama")) | WITHOUT_MOMENTS
+    with pytest.raises(ConfigError) as error:
+        report_recipes(load_config({}, start, {"compress.rules": [rule]}), "H100")
+    assert f"compress.rules{expected}" in str(error.value)
 
 
 def layout_of_family(family, **settings):

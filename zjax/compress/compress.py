@@ -26,6 +26,7 @@ from zjax.data.calibration import digest_batches, read_batches, row_problems
 from zjax.data.source import open_rows
 from zjax.errors import ConfigError, DataError, Problem, check_installed
 from zjax.models.rounded import group_problems
+from zjax.models.stack import Decoder
 from zjax.processes import hold
 from zjax.settings.compress import Compress, Smoothquant
 from zjax.settings.ranges import range_problems
@@ -124,31 +125,35 @@ def compress_weights(
 
 def problems_of(opened: Opened, settings: Compress, output: str) -> Iterator[Problem]:
     """Yields settings that do not fit the model, the data or the output."""
-    broken = [*range_problems(opened.config)]
+    yield from recipe_problems(opened.config, opened.decoder, settings)
+    if not [*range_problems(opened.config)]:
+        yield from _row_problems(opened.config, settings)
+    yield from _output_problems(output)
+
+
+def recipe_problems(
+    config: Config, decoder: Decoder, settings: Compress
+) -> Iterator[Problem]:
+    """Yields settings that do not fit the model, whatever the data and the output."""
+    broken = [*range_problems(config)]
     unusable = [*rounding_rule_problems("compress.rules", settings.rules)]
     yield from (*broken, *unusable)
     # Patterns that are no expressions cannot be searched.
     if unusable or any(x.field.startswith("compress.rules") for x in broken):
         return
-    paths = layers_of(opened.decoder)
+    paths = layers_of(decoder)
     chosen = {path: rule_of(settings, path) for path in paths}
     yield from unused_rule_problems("compress.rules", settings.rules, paths)
     if not any(rule and rule.weights != "compute" for rule in chosen.values()):
         problem, remedy = "round no weights", "give a rule with weights such as int4"
         yield Problem("compress.rules", len(settings.rules), problem, remedy)
-    yield from group_problems(
-        "compress.rules", settings.rules, inputs_of(opened.decoder)
-    )
+    yield from group_problems("compress.rules", settings.rules, inputs_of(decoder))
     yield from _activation_problems(settings, paths, chosen)
-    if opened.config.model.moe and settings.method.calibrates:
-        moe: Any = opened.config.model.moe
-        if moe.kind != "token_choice":
-            problem = "has experts that choose tokens, which are not recorded"
-            remedy = "use compress.method=nearest"
-            yield Problem("model.moe", moe.kind, problem, remedy)
-    if not broken:
-        yield from _row_problems(opened.config, settings)
-    yield from _output_problems(output)
+    moe: Any = config.model.moe
+    if moe and settings.method.calibrates and moe.kind != "token_choice":
+        problem = "has experts that choose tokens, which are not recorded"
+        remedy = "use compress.method=nearest"
+        yield Problem("model.moe", moe.kind, problem, remedy)
 
 
 def _output_problems(output: str) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 import jax
 
+from zjax.compress.compress import recipe_problems
 from zjax.compress.files import layout_of
 from zjax.compress.opened import calibrated
 from zjax.compress.sizes import find_memory, milliseconds, sizes_of
@@ -27,8 +28,8 @@ def report_recipes(config: Config, device: str = "") -> str:
         A table of the plain weights and of each recipe, and recipes without codes.
 
     Raises:
-        ConfigError: The device is unknown, the model is no decoder, or no family of
-            Hugging Face computes the outputs.
+        ConfigError: The device is unknown, the model is no decoder, no family of
+            Hugging Face computes the outputs, or `config.compress` does not fit.
     """
     memory, device = find_memory(device)
     if config.model.kind != "decoder":
@@ -44,6 +45,8 @@ def report_recipes(config: Config, device: str = "") -> str:
     for name, recipe in RECIPES.items():
         recipes[name] = load_config({}, {"compress": recipe}).compress
     if config.compress is not None:
+        if problems := [*recipe_problems(config, decoder, config.compress)]:
+            raise ConfigError(*problems)
         recipes["as configured"] = config.compress
     rows, notes = [], list[str]()
     for name, settings in recipes.items():

@@ -30,7 +30,7 @@ from zjax.compress.parts import (
 )
 from zjax.compress.scores import Score, Scorer
 from zjax.compress.statistics import Statistics, add_tokens, empty
-from zjax.errors import CheckpointError, Problem
+from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.jaxprs.versions import dtype_promotion
 from zjax.models.block import segments_of
 from zjax.models.nnx import nest_named
@@ -42,6 +42,7 @@ from zjax.models.recording import (
 from zjax.models.stack import make_stack
 from zjax.settings.compress import Compress, Method, Nearest
 from zjax.weights.importance import real_tokens
+from zjax.weights.source import name_leaves
 
 Batch = Mapping[str, np.ndarray]
 BEFORE, NEAREST, AFTER = "before", "rounded to nearest", "after"
@@ -101,16 +102,20 @@ class Walk:
         self, output: PartialOutput, advance: Callable[[int], None] = lambda _: None
     ) -> Outcome:
         """Compresses all blocks that the output lacks; calls `advance` for each."""
-        outside = self._opened.read_outside()
+        outside, dtype = self._opened.read_outside(), self._opened.dtype
+        _check_finite(name_leaves(outside), dtype)
         notes = list[str]()
         self._start(outside)
         for index, place in enumerate(places_of(self._opened.decoder)):
             params = self._opened.read_block(place.name, place.number)
-            _check_finite(place, params)
+            read = self._cast(params).items()
+            _check_finite({place.named(path): x for path, x in read}, dtype)
             found = output.read(index)
             if found is None:
                 rounded, added = self._compress(place, params)
-                output.write(index, self._cast(rounded.params), rounded.scales, added)
+                changed = self._cast(rounded.params)
+                _check_held(place, changed, dtype)
+                output.write(index, changed, rounded.scales, added)
                 found = output.read(index)
                 assert found is not None
             new, added = found
@@ -314,13 +319,25 @@ class Walk:
         return scores
 
 
-def _check_finite(place: BlockPlace, params: Arrays) -> None:
-    """Refuses a block with weights that no code stands for."""
-    wrong = [path for path, x in params.items() if not bool(jnp.isfinite(x).all())]
-    if wrong:
-        problem, remedy = "is not finite everywhere", "compress another checkpoint"
-        names = (place.named(path) for path in wrong)
-        raise CheckpointError(*(Problem("tensor", x, problem, remedy) for x in names))
+def _check_finite(params: Mapping[str, Any], dtype: str) -> None:
+    """Refuses weights that are not finite, which would reach all losses."""
+    if wrong := _not_finite(params):
+        problem = f"is not finite everywhere in {dtype}"
+        remedy = "compress another checkpoint"
+        raise CheckpointError(*(Problem("tensor", x, problem, remedy) for x in wrong))
+
+
+def _check_held(place: BlockPlace, params: Arrays, dtype: str) -> None:
+    """Refuses a block whose inputs are too large for the dtype of products."""
+    if wrong := _not_finite(params):
+        problem = f"does not hold what enters {place.named(wrong[0])}"
+        remedy = "use bfloat16 or float32"
+        raise ConfigError(Problem("precision.compute_dtype", dtype, problem, remedy))
+
+
+def _not_finite(params: Mapping[str, Any]) -> list[str]:
+    """Lists arrays that are not finite everywhere."""
+    return [name for name, x in params.items() if not bool(jnp.isfinite(x).all())]
 
 
 def _share(inputs: Mapping[str, Any], prefix: str) -> dict[str, str]:
