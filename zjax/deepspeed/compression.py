@@ -31,6 +31,14 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
 }
 """Values of shared parameters that rules have, by section."""
+_MISSING = {f"{ACTIVATIONS}.shared_parameters.schedule_offset": 1_000}
+"""Values that DeepSpeed takes for missing keys where rules have others."""
+_GROUP = "params.start_bits", "params.target_bits", "params.quantization_period"
+_GROUP_KEYS = {
+    WEIGHTS: (*_GROUP, "modules", "related_modules"),
+    ACTIVATIONS: ("params.bits", "modules", "related_modules"),
+}
+"""Keys of a group of modules, by section."""
 _BITS = {WEIGHTS: ("start_bits", "target_bits"), ACTIVATIONS: ("bits",)}
 
 
@@ -52,8 +60,14 @@ def _refusals(values: Values, section: str) -> Meanings:
     found, refused = values.found, Meanings()
     prefix = f"{section}.shared_parameters."
     for name, allowed in _SHARED[section].items():
-        if found.value(f"{PATH}.{prefix}{name}", allowed) != allowed:
-            refused[f"{prefix}{name}"] = refusal(f"use {allowed!r}")
+        key = f"{prefix}{name}"
+        missing = _MISSING.get(key, allowed)
+        if found.value(f"{PATH}.{key}", missing) == allowed:
+            continue
+        problem = "is not supported"
+        if not found.given(f"{PATH}.{key}"):
+            problem = f"is {missing} where it is missing, which is not supported"
+        refused[key] = refusal(f"use {allowed!r}", problem)
     groups = _groups(values, section)
     for path in groups:
         short = path.removeprefix(f"{PATH}.")
@@ -104,13 +118,18 @@ def _rest(values: Values) -> Meanings | str:
     section = values.path.removeprefix(f"{PATH}.")
     if not _is_on(values, section):
         return "it is off"
-    shared = "shared_parameters."
-    return {
+    shared, read = "shared_parameters.", "read with quantize.rules"
+    groups = (x.removeprefix(f"{values.path}.") for x in _groups(values, section))
+    keys = [f"{group}.{key}" for group in groups for key in _GROUP_KEYS[section]]
+    keys += [f"{shared}{name}" for name in _SHARED[section]]
+    meanings: Meanings = {
         f"{shared}quantize_groups": "each output of a matrix has a scale",
         f"{shared}quantize_weight_in_forward": "the forward pass rounds matrices",
         f"{shared}quantizer_kernel": "XLA compiles the rounding",
-        "*": "read with quantize.rules",
+        f"{shared}quantize_verbose": "XLA prints no rounding",
+        f"{shared}fp16_mixed_quantize.quantize_change_ratio": "it is off",
     }
+    return dict.fromkeys(keys, read) | (meanings if section == WEIGHTS else {})
 
 
 def _layers(values: Values) -> Meanings | str:
