@@ -405,6 +405,11 @@ def test_experts_that_few_tokens_choose_are_taken_away(tmp_path):
             "model.norm_eps=0.01 is 1e-05 in checkpoint.init_from={path!r}; use 1e-05",
         ),
         (
+            {"num_layers": 2, "vocab_size": 32},
+            {},
+            "model.vocab_size=32 is 29 in checkpoint.init_from={path!r}; use 29",
+        ),
+        (
             {"num_layers": 2},
             {"layers": Listed(numbers=(1,))},
             "prune.layers.numbers=(1,) lists 1 layers, and model.num_layers=2; list 2",
@@ -438,6 +443,24 @@ def test_what_cannot_be_pruned_is_refused(small, settings, text):
     model, path = dataclasses.replace(LARGE, **small), "runs/large"
     found = pruning.misfits(LARGE, model, Prune(**settings), path)
     assert [str(x) for x in found] == [text.format(path=path)]
+
+
+def test_shorter_texts_need_a_shorter_table_alone():
+    """Fails if rotations forbid shorter texts, or a table of others is measured."""
+    pruned = Prune(layers=Influence())
+
+    def found(large):
+        changed = {"num_layers": 2, "max_length": 8}
+        if isinstance(large.positions, schema.Rotary):
+            rotary = dataclasses.replace(large.positions, max_positions=8)
+            changed["positions"] = rotary
+        small = dataclasses.replace(large, **changed)
+        return [*map(str, pruning.misfits(large, small, pruned, "runs/large"))]
+
+    assert not found(LARGE)
+    learned = dataclasses.replace(LARGE, positions=schema.Learned(), max_length=16)
+    text = "model.max_length=8 is 16 in checkpoint.init_from='runs/large'; use 16"
+    assert found(learned) == [text]
 
 
 @pytest.mark.parametrize(

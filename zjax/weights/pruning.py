@@ -65,6 +65,7 @@ class Importance(NamedTuple):
 _SIZES = ("num_layers", "embed_size", "mlp_size", "num_heads", "num_kv_heads")
 """Settings of the model that pruning makes smaller, besides the number of experts."""
 _EQUAL = (
+    "vocab_size",
     "head_size",
     "query_key_norm",
     "query_key_norm_scope",
@@ -84,7 +85,7 @@ _EQUAL = (
     "attention_bias",
     "tied_head",
 )
-"""Settings that change what equal weights compute."""
+"""Settings that change what equal weights compute, or the shapes of tables."""
 
 
 def misfits(
@@ -128,8 +129,8 @@ def _different(
     large: schema.Model, small: schema.Model, path: str
 ) -> Iterator[Problem]:
     """Yields settings of the smaller model that the larger model does not have."""
-    for name in _EQUAL:
-        theirs, ours = getattr(large, name), getattr(small, name)
+    for name in (*_EQUAL, *_tables_of(large)):
+        theirs, ours = _compared(large, name), _compared(small, name)
         # By default the scale follows the head size, which is told already.
         follows = name == "query_scale_size" and small.head_size == ours
         if theirs != ours and not follows:
@@ -150,6 +151,19 @@ def _different(
         problem += f"checkpoint.init_from={path!r}"
         remedy = f"use {large.embed_size}"
         yield Problem("model.embed_size", int(small.embed_size), problem, remedy)
+
+
+def _tables_of(large: schema.Model) -> tuple[str, ...]:
+    """Names the setting that a table of learned positions follows."""
+    return ("max_length",) if isinstance(large.positions, schema.Learned) else ()
+
+
+def _compared(model: schema.Model, name: str) -> Any:
+    """Returns what two models must share; rotations are equal at any longest text."""
+    value = getattr(model, name)
+    if isinstance(value, schema.Rotary):
+        return dataclasses.replace(value, max_positions=0)
+    return value
 
 
 def _larger(large: schema.Model, small: schema.Model, path: str) -> Iterator[Problem]:
