@@ -255,12 +255,17 @@ def test_models_of_users_take_the_loss(make):
 
 
 def test_settings_that_make_another_policy_are_refused():
-    config = make_config("model.dropout_rate=0.1 random_ltd=span")
+    experts = "model.moe.num_experts=4 model.moe.jitter=0.1 model.moe.drop=position"
+    config = make_config(f"model.dropout_rate=0.1 random_ltd=span {experts}")
     with pytest.raises(zjax.errors.ConfigError) as error:
         rl.policy_model(config, OBJECTIVE)
     assert str(error.value).splitlines() == [
         "model.dropout_rate=0.1 changes log-probabilities that the sampler drew tokens "
         "by; use 0",
+        "model.moe.jitter=0.1 changes log-probabilities that the sampler drew tokens "
+        "by; leave it out",
+        "model.moe.drop='position' changes log-probabilities that the sampler drew "
+        "tokens by; leave it out",
         "random_ltd='given' changes log-probabilities that the sampler drew tokens by; "
         "leave it out",
     ]

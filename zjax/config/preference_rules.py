@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from zjax.config.rl_rules import dropout_rates, trains_values
+from zjax.config.rl_rules import noise_problems, trains_values
 from zjax.errors import Problem
 from zjax.settings import choices, mixture, schema
 from zjax.settings.preference import Dpo
@@ -15,6 +15,7 @@ _UNREAD = (
     "random_ltd",
     "prune",
     "distill",
+    "model.z_loss",
 )
 """Settings of training on texts, which rows of examples do not follow."""
 
@@ -35,9 +36,9 @@ def preference_problems(config: schema.Config, num_devices: int) -> Iterator[Pro
             problem = "has no effect with preference.label_smoothing=0.0"
             remedy = "set the share of wrong preferences there, or leave it out"
             yield Problem("preference.robust", True, problem, remedy)
-    for field, rate in dropout_rates(config).items() if chosen.reads_reference else ():
-        problem = "makes log-ratios noise: the reference drops nothing"
-        yield Problem(field, rate, problem, "use 0.0")
+    if chosen.reads_reference:
+        problem = "makes log-ratios noise: the reference has none"
+        yield from noise_problems(config, problem)
     if chosen.has_rewards and config.lora and not trains_values(config.lora):
         patterns = config.lora.also_train
         problem = "leaves the rewards of preference='reward_model' at 0"

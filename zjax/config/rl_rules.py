@@ -19,6 +19,7 @@ _UNREAD = (
     "distill",
     "preference",
     "elasticity",
+    "model.z_loss",
     "evaluation.early_stopping",
 )
 """Settings of training on `data`, which a rollout does not follow."""
@@ -60,18 +61,21 @@ def _model(config: schema.Config) -> Iterator[Problem]:
         kind = choices.value_at(model, "moe")
         problem = "sees later tokens, which a sampler has not drawn yet"
         yield Problem("model.moe", kind, problem, "use 'token_choice'")
-    for field, rate in dropout_rates(config).items():
-        problem = "makes the policy of the loss another than the policy of the "
-        problem += "rollout (rl)"
-        yield Problem(field, rate, problem, "use 0.0")
+    problem = "makes the policy of the loss another than the policy of the rollout (rl)"
+    yield from noise_problems(config, problem)
 
 
-def dropout_rates(config: schema.Config) -> dict[str, float]:
-    """Rates of dropout above 0, by setting."""
+def noise_problems(config: schema.Config, problem: str) -> Iterator[Problem]:
+    """Yields dropout and noise of routers, with what they do to a run."""
     names = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
     rates = {f"model.{name}": getattr(config.model, name) for name in names}
     rates |= {"lora.dropout": config.lora.dropout} if config.lora else {}
-    return {field: rate for field, rate in rates.items() if rate > 0}
+    for field, rate in rates.items():
+        if rate > 0:
+            yield Problem(field, rate, problem, "use 0.0")
+    for field, value in mixture.noise_of_routing(config.model).items():
+        remedy = "use 0.0" if isinstance(value, float) else "use 'none'"
+        yield Problem(field, value, problem, remedy)
 
 
 def trains_values(lora: schema.Lora) -> bool:
@@ -108,6 +112,8 @@ def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         problem += "without adapters"
         remedy = "merge the adapters (zjax export) and use checkpoint.init_from"
         yield Problem("lora.init_from", config.lora.init_from, problem, remedy)
+    if given.reference and config.lora:
+        yield from base_problems(config.lora)
     if given.reference and not config.checkpoint.init_from:
         problem = "diverges from weights that know nothing: the run starts from random "
         remedy = "set checkpoint.init_from, or leave it out"
@@ -122,6 +128,18 @@ def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         problem = f"drops groups, and rl.objective={given.objective.kind!r} has none"
         refills = given.rollout.max_refills
         yield Problem("rl.rollout.max_refills", refills, problem, "leave it at 0")
+
+
+def base_problems(lora: schema.Lora) -> Iterator[Problem]:
+    """Yields what is trained besides adapters that a reference can leave out."""
+    problem = "changes the policy where no adapter is left out"
+    if lora.form != "lora":
+        remedy = "use lora, or no reference"
+        yield Problem("lora.form", lora.form, problem, remedy)
+    # Values of a critic are no part of the policy.
+    if {*lora.also_train} - {"head/value"}:
+        remedy = "leave it out, or use no reference"
+        yield Problem("lora.also_train", lora.also_train, problem, remedy)
 
 
 def _objective(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:

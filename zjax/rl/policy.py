@@ -19,7 +19,7 @@ from zjax.rl.pretraining_loss import KEY, add_pretraining
 from zjax.rl.ranges import check_above_zero
 from zjax.run.build import Run
 from zjax.settings import schema
-from zjax.settings.mixture import mixture_places, sees_future
+from zjax.settings.mixture import mixture_places, noise_of_routing, sees_future
 from zjax.settings.schema import Config
 from zjax.stack.forward import with_stack
 from zjax.train.state import TrainState
@@ -234,6 +234,10 @@ def policy_problems(config: Config) -> list[Problem]:
         Problem(f"model.{name}", rate, problem, "use 0")
         for name in names
         if (rate := getattr(model, name)) > 0
+    ]
+    problems += [
+        Problem(field, value, problem, "leave it out")
+        for field, value in noise_of_routing(model).items()
     ]
     for name in ("random_ltd", "layer_drop", "distill"):
         if getattr(config, name):

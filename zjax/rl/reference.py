@@ -3,11 +3,11 @@
 import jax
 from jaxtyping import Array, Float
 
-from zjax.errors import ConfigError, Problem
+from zjax.config.rl_rules import base_problems
+from zjax.errors import ConfigError
 from zjax.ops.remat import Memory
 from zjax.rl.ranges import check_above_zero
 from zjax.run.build import Run
-from zjax.settings import schema
 from zjax.sharding.memory import tree_bytes
 from zjax.storage.move import store, to_devices
 from zjax.train.state import TrainState
@@ -48,7 +48,7 @@ class Reference:
         self._run, self.num_bytes = run, 0
         self._is_base = run.config.lora is not None
         if run.config.lora:
-            if problems := _problems(run.config.lora):
+            if problems := [*base_problems(run.config.lora)]:
                 raise ConfigError(*problems)
             return
         self._rows = jax.tree.map(lambda x: x.stored_in(memory), run.plan.compute)
@@ -88,17 +88,3 @@ class Reference:
             self._rows,
         )
         return scores.logprobs_by_copy(params, placed, temperature=temperature)
-
-
-def _problems(settings: schema.Lora) -> list[Problem]:
-    """Lists what is trained besides adapters that can be left out."""
-    problems, problem = [], "changes the policy where no adapter is left out"
-    if settings.form != "lora":
-        remedy = "use lora, or no reference"
-        problems += [Problem("lora.form", settings.form, problem, remedy)]
-    # Values of a critic are no part of the policy.
-    if {*settings.also_train} - {"head/value"}:
-        remedy = "leave it out, or use no reference"
-        field = "lora.also_train"
-        problems += [Problem(field, settings.also_train, problem, remedy)]
-    return problems

@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zjax.errors import Problem
 from zjax.settings import axes, choices, schema
@@ -117,6 +117,19 @@ def experts_per_token(moe: schema.MoE) -> float:
 def sees_future(model: schema.Model) -> bool:
     """Whether later tokens of a causal model change the outputs of earlier tokens."""
     return model.kind == "decoder" and isinstance(model.moe, schema.ExpertChoice)
+
+
+def noise_of_routing(model: schema.Model) -> dict[str, Any]:
+    """Settings by which training mixes experts otherwise than generation, by path."""
+    if not isinstance(moe := model.moe, schema.TokenChoice):
+        return {}
+    names, usual = ("jitter", "sampling", "drop"), schema.TokenChoice()
+    values = {name: getattr(moe, name) for name in names}
+    return {
+        f"model.moe.{name}": value
+        for name, value in values.items()
+        if value != getattr(usual, name)
+    }
 
 
 def describe_future(model: schema.Model) -> str:
