@@ -38,6 +38,7 @@ from zjax.errors import CheckpointError, ConfigError, ProcessError
 from zjax.generation.loading import WITHOUT_MOMENTS
 from zjax.models.build import make_model
 from zjax.models.recording import Recorder, recording_stack
+from zjax.models.rounded import linear_layers
 from zjax.models.stack import make_stack
 from zjax.run.saving import save
 from zjax.settings.compress import RECIPES, Smoothquant
@@ -90,6 +91,17 @@ def test_losses_before_are_those_of_the_model(tmp_path):
     assert scores[BEFORE].agreement == 1.0
     assert scores[AFTER].loss != scores[BEFORE].loss
     assert scores[AFTER].agreement < 1.0
+
+
+def test_products_of_training_in_float8_are_none_of_the_files():
+    """Fails if statistics and losses round weights that the files do not."""
+    config = load_config(
+        open_family("llama").config, {"precision.matmul_dtype": "float8"}
+    )
+    opened = open_huggingface(config)
+    layers = linear_layers(opened.decoder).values()
+    assert {layer.matmul_dtype for layer in layers} == {"compute"}
+    assert opened.config.precision.compute_dtype == "float32"
 
 
 def stacked(blocks):

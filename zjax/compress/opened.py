@@ -154,9 +154,14 @@ def _opened(
 
 
 def calibrated(config: Config) -> Config:
-    """Changes settings so that blocks run whole, on one device, without adapters."""
+    """Changes settings so that blocks run whole, on one device, without adapters.
+
+    Products have the compute dtype, as the files have.
+    """
     model = dataclasses.replace(config.model, mlp_tiles=1, mlp_chunk_tokens=0)
-    return dataclasses.replace(config, model=model, lora=None, quantize=None)
+    precision = dataclasses.replace(config.precision, matmul_dtype="compute")
+    changes = {"precision": precision, "lora": None, "quantize": None}
+    return dataclasses.replace(config, model=model, **changes)
 
 
 def layers_apart(shapes: Mapping[str, Any]) -> dict[str, Entry]:
