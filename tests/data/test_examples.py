@@ -13,6 +13,7 @@ from zjax.cli import data_commands
 from zjax.config.load import load_config
 from zjax.data import prepare, source, store
 from zjax.data.example_rows import ExampleRows, ReferencedRows
+from zjax.data.examples import read_example
 from zjax.data.tokenizer import train_bpe
 from zjax.errors import DataError
 
@@ -119,6 +120,22 @@ def test_layouts_of_pairs_mean_the_same_to_a_template(record, checkpoint):
     opened = write([record], examples="pairs", chat=checkpoint)
     start = "<s>user a</s><s>assistant "
     assert texts(opened) == [f"{start}[b</s>]", f"{start}[c</s>]"]
+
+
+@pytest.mark.parametrize("kind", ["completions", "labels", "pairs"])
+def test_a_prompt_is_kept_where_completions_share_their_first_answer(kind):
+    """Fails if messages that follow the prompt are read as the prompt."""
+    system = {"role": "system", "content": "d"}
+    given, looks = [system, user("a")], answer("b")
+    ends = ["c", "me"] if kind == "pairs" else ["c"]
+    names = ["chosen", "rejected"] if kind == "pairs" else ["completion"]
+    values = [[system, looks, answer(end)] for end in ends]
+    record = {"prompt": "a", "label": True, **dict(zip(names, values, strict=True))}
+    found = read_example(record, "a", "line 1", kind=kind, has_template=True)
+    assert found.num_asked == len(given)
+    for talk, end in zip(found.sequences, ends, strict=True):
+        assert talk.messages == [*given, looks, answer(end)]
+        assert talk.trained == [False, False, True, True]
 
 
 def test_only_answers_after_the_prompt_have_a_loss(checkpoint):

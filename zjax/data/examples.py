@@ -249,9 +249,7 @@ class _Reader:
         if is_text:
             values = [[{"role": ANSWERS, "content": value}] for value in values]
         elif not isinstance(prompt, list):
-            shared = _num_shared(values)
-            # Some data sets repeat in `prompt` what the messages begin with.
-            prompt = values[0][:shared] if shared else prompt or []
+            prompt, shared = _asked(prompt, values[0][: _num_shared(values)])
             values = [value[shared:] for value in values]
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -319,6 +317,22 @@ def _num_shared(values: Sequence[list[Any]]) -> int:
             break
         shared += 1
     return shared
+
+
+def _asked(prompt: str | None, shared: Sequence[Any]) -> tuple[list[Any], int]:
+    """Returns the messages of a prompt, and how many of the shared ones they are.
+
+    Example:
+        >>> answer = {"role": "assistant", "content": "I look it up"}
+        >>> _asked("why?", [answer])
+        ([{'role': 'user', 'content': 'why?'}], 0)
+    """
+    roles = [x.get("role") if isinstance(x, dict) else None for x in shared]
+    number = int(roles[:1] == ["system"])
+    # Some data sets repeat in `prompt` what the messages begin with.
+    if not prompt or roles[number : number + 1] == ["user"]:
+        return [*shared], len(shared)
+    return [*shared[:number], {"role": "user", "content": prompt}], number
 
 
 def _split_prompt(texts: Sequence[str]) -> tuple[str, list[str]]:
