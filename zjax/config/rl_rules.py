@@ -63,6 +63,12 @@ def _model(config: schema.Config) -> Iterator[Problem]:
         yield Problem("model.moe", kind, problem, "use 'token_choice'")
     problem = "makes the policy of the loss another than the policy of the rollout (rl)"
     yield from noise_problems(config, problem)
+    if local := config.communication.local_steps:
+        name = "communication.local_steps"
+        problem = "lets replicas learn apart from the policy that draws texts (rl)"
+        yield Problem(
+            f"{name}.num_steps", local.num_steps, problem, f"leave out {name}"
+        )
 
 
 def noise_problems(config: schema.Config, problem: str) -> Iterator[Problem]:
@@ -197,12 +203,11 @@ def _own_critic(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
         remedy = "set rl.critic.init_from, or merge the adapters (zjax export) and use "
         remedy += "checkpoint.init_from"
         yield Problem("lora.init_from", config.lora.init_from, problem, remedy)
-    for name in ("communication.codec", "communication.local_steps"):
-        value = choices.value_at(config, name)
-        if value != choices.value_at(schema.Config(), name):
-            problem = "changes what replicas send, and rl.critic='own' has no such "
-            problem, remedy = problem + "messages", "leave it out, or use 'shared'"
-            yield Problem(name, value, problem, remedy)
+    codec = choices.value_at(config, "communication.codec")
+    if codec != choices.value_at(schema.Config(), "communication.codec"):
+        problem = "changes what replicas send, and rl.critic='own' has no such "
+        problem, remedy = problem + "messages", "leave it out, or use 'shared'"
+        yield Problem("communication.codec", codec, problem, remedy)
 
 
 def _rewards(given: rl.Rl) -> Iterator[Problem]:
