@@ -127,7 +127,6 @@ def replay():
         "rl_replay",
         "The trainer is nearer to the sampler with the experts that the sampler chose.",
         (case,),
-        headline="Experts: sampler to trainer, with replay over without",
         higher_is_better=False,
         notes="8 layers of width 1,024, 4 of 32 experts, random weights that do not "
         "change, computed in bfloat16; 512 texts of 512 tokens",
