@@ -107,9 +107,7 @@ class Walk:
         notes = list[str]()
         self._start(outside)
         for index, place in enumerate(places_of(self._opened.decoder)):
-            params = self._opened.read_block(place.name, place.number)
-            read = self._cast(params).items()
-            _check_finite({place.named(path): x for path, x in read}, dtype)
+            params = self._read(place)
             found = output.read(index)
             if found is None:
                 rounded, added = self._compress(place, params)
@@ -125,6 +123,16 @@ class Walk:
             advance(index)
         scores = self._score(outside)
         return Outcome(scores, notes)
+
+    def _read(self, place: BlockPlace) -> Arrays:
+        """Reads a block, and refuses weights that are not finite as they go out."""
+        params = self._opened.read_block(place.name, place.number)
+        # No name keeps the cast block: the device would hold it through calibration.
+        _check_finite(
+            {place.named(path): x for path, x in self._cast(params).items()},
+            self._opened.dtype,
+        )
+        return params
 
     def _cast(self, params: Arrays) -> Arrays:
         """Casts parameters to the dtype that goes out."""

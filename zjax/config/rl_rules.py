@@ -72,7 +72,7 @@ def _model(config: schema.Config) -> Iterator[Problem]:
 
 
 def noise_problems(config: schema.Config, problem: str) -> Iterator[Problem]:
-    """Yields dropout and noise of routers, with what they do to a run."""
+    """Yields dropout and noise of routers; `problem` says what noise does to a run."""
     names = "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"
     rates = {f"model.{name}": getattr(config.model, name) for name in names}
     rates |= {"lora.dropout": config.lora.dropout} if config.lora else {}
@@ -137,7 +137,7 @@ def _rollout(config: schema.Config, given: rl.Rl) -> Iterator[Problem]:
 
 
 def base_problems(lora: schema.Lora) -> Iterator[Problem]:
-    """Yields what is trained besides adapters that a reference can leave out."""
+    """Yields settings of LoRA by which weights other than adapters change."""
     problem = "changes the policy where no adapter is left out"
     if lora.form != "lora":
         remedy = "use lora, or no reference"

@@ -248,11 +248,12 @@ class _Reader:
             return 0, []
         if is_text:
             values = [[{"role": ANSWERS, "content": value}] for value in values]
-        elif not isinstance(prompt, list):
-            prompt, shared = _asked(prompt, values[0][: _num_shared(values)])
-            values = [value[shared:] for value in values]
+        has_messages = isinstance(prompt, list)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
+        if not is_text and not has_messages:
+            prompt, shared = _asked(prompt or [], values[0][: _num_shared(values)])
+            values = [value[shared:] for value in values]
         if system := given.get("system"):
             prompt = [{"role": "system", "content": system}, *prompt]
         named = dict(zip(completions, values, strict=True))
@@ -319,12 +320,12 @@ def _num_shared(values: Sequence[list[Any]]) -> int:
     return shared
 
 
-def _asked(prompt: str | None, shared: Sequence[Any]) -> tuple[list[Any], int]:
-    """Returns the messages of a prompt, and how many of the shared ones they are.
+def _asked(prompt: list[Any], shared: Sequence[Any]) -> tuple[list[Any], int]:
+    """Returns all messages of the prompt, and the number taken from `shared`.
 
     Example:
         >>> answer = {"role": "assistant", "content": "I look it up"}
-        >>> _asked("why?", [answer])
+        >>> _asked([{"role": "user", "content": "why?"}], [answer])
         ([{'role': 'user', 'content': 'why?'}], 0)
     """
     roles = [x.get("role") if isinstance(x, dict) else None for x in shared]
@@ -332,7 +333,7 @@ def _asked(prompt: str | None, shared: Sequence[Any]) -> tuple[list[Any], int]:
     # Some data sets repeat in `prompt` what the messages begin with.
     if not prompt or roles[number : number + 1] == ["user"]:
         return [*shared], len(shared)
-    return [*shared[:number], {"role": "user", "content": prompt}], number
+    return [*shared[:number], *prompt], number
 
 
 def _split_prompt(texts: Sequence[str]) -> tuple[str, list[str]]:
